@@ -1,9 +1,10 @@
 """`rollmesh memory` against reality and against its formula.
 
-    peak_vs_estimate    predicted peak ÷ the kernel's: most resident memory of a process that makes the very steps
+    peak_vs_estimate    predicted peak ÷ the kernel's: most resident memory of a process that makes the very steps, alone
+                        or as one of two ranks (of these the one that takes most)
     formula_vs_fake     the formula's peak ÷ that of the fake run
 
-The process reads its own high-water mark (`/proc/self/status`, Linux), set back when its libraries are loaded and warm.
+Each process reads its own high-water mark (`/proc/self/status`, Linux), set back when its libraries are loaded and warm.
 """
 
 from __future__ import annotations
@@ -20,27 +21,30 @@ import msgspec
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.harness.processes import LOOPBACK, free_port
 from benchmarks.trainer.report import Measured
+from services.config.checks import layout_asked
 from services.config.load import load_settings
 from services.config.settings import RunSettings
 from services.policies.training.memory import estimate
 from services.policies.training.model_shape import shape_of
 from services.wire.errors import RollmeshError
 from trainer.model.roles import make_roles
+from trainer.parallel.ranks import Ranks, joined
 from trainer.planning.fake_run import Plan, run_fake
 from trainer.planning.plan import Machine, options_of
 from trainer.planning.step import full_batch, run_step
 
 _WITHIN_S = 1800.0
-_CPU = Machine()
 
 
 class Case(msgspec.Struct, frozen=True):
-    """`configuration`: of config.json, in `transformers`' words; `overrides`: settings."""
+    """`configuration`: of config.json, in `transformers`' words; `overrides`: settings; `ranks`: processes, on a CPU."""
 
     name: str
     configuration: dict[str, Any]
     overrides: list[str] = []
+    ranks: int = 1
 
 
 def sized(
@@ -114,12 +118,47 @@ _OPTIONS = {
         "trainer.loss.kl=0.1",
         "trainer.activation_checkpointing=full",
     ],
+    # Few tokens: a CPU without units for them is slow.
+    "bfloat16": ["trainer.micro_batch_tokens=128", "trainer.dtype=bfloat16"],
+    "tensor": ["trainer.micro_batch_tokens=2048", "trainer.parallel.tensor=2"],
+    "context": ["trainer.micro_batch_tokens=2048", "trainer.parallel.context=2"],
 }
-MEASURED = tuple(
-    Case(f"{model}, {option}".removesuffix(", "), configuration, overrides)
-    for model, configuration in _SMALL.items()
-    for option, overrides in _OPTIONS.items()
+_ALONE = frozenset({"8 bits"})
+_TOGETHER = frozenset({"tensor", "context"})
+"""Options that one rank alone has, and that two have."""
+
+
+def _case(model: str, option: str, ranks: int) -> Case:
+    name = f"{model}, {option}".removesuffix(", ") + (f", {ranks} ranks" if ranks > 1 else "")
+    return Case(name, _SMALL[model], _OPTIONS[option], ranks)
+
+
+EVERY = tuple(
+    _case(model, option, ranks)
+    for ranks, others in ((1, _TOGETHER), (2, _ALONE))
+    for model in _SMALL
+    for option in _OPTIONS
+    if option not in others
 )
+"""Hours of them."""
+SOME = tuple(
+    _case(model, option, ranks)
+    for model, option, ranks in (
+        ("deep", "selective", 1),
+        ("wide", "full", 1),
+        ("vocabulary", "", 1),
+        ("llama", "adapters", 1),
+        ("qwen2", "8 bits", 1),
+        ("experts", "critic, reference", 1),
+        ("deep", "", 2),
+        ("wide", "bfloat16", 2),
+        ("vocabulary", "full", 2),
+        ("llama", "tensor", 2),
+        ("qwen2", "context", 2),
+        ("experts", "critic, reference", 2),
+    )
+)
+"""Each model alone and on two ranks, each option once: minutes."""
 
 
 _GPU_BYTES = 80 << 30
@@ -143,6 +182,7 @@ LARGE = (
     _large("Llama-3-70B", 32, _FULL),
 )
 """Seven that only plans are made of."""
+SOME_LARGE = LARGE[:3]
 
 
 def config_of(case: Case) -> Any:
@@ -155,20 +195,28 @@ def settings_of(case: Case) -> RunSettings:
     return load_settings(None, case.overrides)
 
 
-def predicted(case: Case, machine: Machine = _CPU) -> Plan:
-    """By the fake run."""
+def predicted(case: Case, machine: Machine | None = None) -> Plan:
+    """By the fake run; left out: for the CPU that would measure it."""
     settings = settings_of(case)
-    return run_fake(config_of(case), settings, options_of(settings, machine))
+    return run_fake(config_of(case), settings, options_of(settings, machine or Machine(case.ranks)))
 
 
-def by_formula(case: Case, machine: Machine = _CPU) -> int:
+def by_formula(case: Case, machine: Machine | None = None) -> int:
     """Bytes."""
-    options = options_of(settings_of(case), machine)
+    options = options_of(settings_of(case), machine or Machine(case.ranks))
     return estimate(shape_of(case.configuration), options).total
 
 
 async def measured(case: Case, threads: int = 1) -> int:
-    """Bytes that a process takes for the steps, above those of its libraries. Raises RollmeshError where it fails."""
+    """Bytes that a process takes for the steps, above those of its libraries; of several ranks the most that one does.
+
+    Raises RollmeshError where one fails.
+    """
+    port = str(free_port())
+    return max(await asyncio.gather(*(_measured(case, threads, rank, port) for rank in range(case.ranks))))
+
+
+async def _measured(case: Case, threads: int, rank: int, port: str) -> int:
     command = (
         sys.executable,
         "-P",
@@ -179,6 +227,8 @@ async def measured(case: Case, threads: int = 1) -> int:
     )
     # Freed memory goes back at once, so that what is resident is what is held.
     environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "WORLD_SIZE": str(case.ranks)}
+    environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=environ)
     try:
         async with asyncio.timeout(_WITHIN_S):
@@ -211,10 +261,10 @@ class _Ratios:
 async def measure_plans(
     say: Callable[[str], None],
     threads: int = 1,
-    cases: Sequence[Case] = MEASURED,
-    large: Sequence[tuple[Case, Machine]] = LARGE,
+    cases: Sequence[Case] = SOME,
+    large: Sequence[tuple[Case, Machine]] = SOME_LARGE,
 ) -> Measured:
-    """Both figures, of all cases: the ratio farthest from 1. The `large` ones are not trained."""
+    """Both figures, of these cases: the ratio farthest from 1. The `large` ones are not trained."""
     real, formula = _Ratios(), _Ratios()
     for case in cases:
         plan, taken = predicted(case).tightest.total, await measured(case, threads)
@@ -236,17 +286,20 @@ def _held(which: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def _train(case: Case) -> None:
-    """The steps that a plan is of, with real tensors."""
-    settings, config = settings_of(case), config_of(case)
+def _train(case: Case, ranks: Ranks) -> int:
+    """The steps that a plan is of, with real tensors. Returns the most bytes that they took, above those before."""
+    settings, config, before = settings_of(case), config_of(case), _held("VmRSS")
 
     def load() -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         return model
 
-    roles = make_roles(load, settings, 0)
+    roles = make_roles(load, settings, 0, ranks=ranks)
+    # 5: set the high-water mark back (Linux, proc(5)). These are steps: how ranks load weights is measured elsewhere.
+    Path("/proc/self/clear_refs").write_text("5")
     for passes in (1, 2):
         run_step(roles, full_batch(roles, settings.trainer.micro_batch_tokens, passes=passes))
+    return _held("VmHWM") - before
 
 
 def main(threads: int, case: Case) -> None:
@@ -261,12 +314,11 @@ def main(threads: int, case: Case) -> None:
         "vocab_size": 128,
     }
     few = [each for each in case.overrides if "micro_batch_tokens" not in each]
-    _train(Case("warm", small, [*few, "trainer.micro_batch_tokens=64"]))
-    # 5: set the high-water mark back (Linux, proc(5)).
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _held("VmRSS")
-    _train(case)
-    sys.stdout.write(str(_held("VmHWM") - before))
+    layout = layout_asked(settings_of(case).trainer.parallel, case.ranks)
+    with joined(layout) as ranks:
+        _train(Case("warm", small, [*few, "trainer.micro_batch_tokens=64"]), ranks)
+        taken = _train(case, ranks)
+    sys.stdout.write(str(taken))
 
 
 if __name__ == "__main__":

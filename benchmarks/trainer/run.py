@@ -32,8 +32,11 @@ def trainer(
         int, typer.Option(min=0, help="Kills of ranks in a run of two, a quarter of a minute each; 0: no such run")
     ] = 20,
     plans: Annotated[
-        bool, typer.Option(help="Whether plans of memory are held against processes and the formula, an hour, 3 GB")
+        bool, typer.Option(help="Whether plans of memory are held against processes and the formula, ten minutes, 3 GB")
     ] = True,
+    all_plans: Annotated[
+        bool, typer.Option("--all-plans", help="All models under all options in place of each once: hours")
+    ] = False,
     threads: Annotated[int, typer.Option(min=1, help="Torch threads of each arm")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, lengths and tokens")] = 1,
     trl_python: Annotated[Path, typer.Option(help="Python of the environment that holds TRL")] = TRL_PYTHON,
@@ -51,7 +54,7 @@ def trainer(
         from benchmarks.trainer.idleness import measure_rounds
         from benchmarks.trainer.killed_ranks import measure_killed_ranks
         from benchmarks.trainer.peaks import measure_peaks
-        from benchmarks.trainer.planned import measure_plans
+        from benchmarks.trainer.planned import EVERY, LARGE, measure_plans
         from benchmarks.trainer.prefixes import measure_prefixes
         from benchmarks.trainer.ranks import measure_ranks, measure_smollm2_ranks
         from benchmarks.trainer.step_speed import HeavyTail, SpeedPlan, measure_speed, with_long_prompts
@@ -80,7 +83,9 @@ def trainer(
     ]
     if kills:
         parts.append(asyncio.run(measure_killed_ranks(seed, say, kills=kills)))
-    if plans:
+    if all_plans:
+        parts.append(asyncio.run(measure_plans(say, threads, EVERY, LARGE)))
+    elif plans:
         parts.append(asyncio.run(measure_plans(say, threads)))
     bench = put_together(parts, load, versions("rollmesh", "torch", "transformers"))
     show(bench, as_json, as_table(bench))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
@@ -45,17 +46,18 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within it operations are watched. `where`: what is going on; whoever knows it sets it. `events`: in their order.
 
     `answer`: what is read from a fake tensor, which holds no number (`tensor.item()`). None: that is an error, as ever.
+    `found`: which part of a fake mask's places is taken for set (`mask.nonzero()`).
 
     Autograd adds a second gradient of a tensor to the first in place, but not where a mode such as this one is on.
     `summed`: shapes of weights with several gradients (tied ones), whose sums are taken as in place.
     """
 
-    def __init__(self, answer: float | None = None, summed: Collection[torch.Size] = ()) -> None:
+    def __init__(self, answer: float | None = None, found: float = 1.0, summed: Collection[torch.Size] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.where = ""
         self.events: list[Event] = []
         self.summed = summed
-        self._answer = answer
+        self._answer, self._found = answer, found
         self._numbers = 0
         self._known: dict[int, _Known] = {}
         """By the address of torch's own object, while it lives."""
@@ -78,6 +80,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = kwargs or {}
         if self._answer is not None and func is torch.ops.aten._local_scalar_dense.default:
             return _as_number(self._answer, args[0].dtype)
+        if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
+            # Of several dimensions it is torch's, of where this rank stands in a mesh.
+            count = ceil(self._found * len(args[0])) if args[0].ndim == 1 else 1
+            set_places = args[0].new_empty((count, args[0].ndim), dtype=torch.int64)
+            self._see(set_places)
+            return set_places
         if _of_meta(args, given):
             # Asked for without memory, by somebody who wants to know shapes: not fake ones of this run.
             with unset_fake_temporarily():
@@ -86,7 +94,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         self._look_again(self._open)
         collective = func.namespace in _OF_COLLECTIVES
-        if collective:
+        if collective or func is torch.ops.aten.copy_.default:
             self._look_again(self._shut)
         out = _grouped(*args, **given) if _is_grouped(func, args) else func(*args, **given)
         for leaf in tree_leaves(out):
@@ -94,7 +102,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._see(leaf)
         for leaf in tree_leaves((args, given, out)) if collective else ():
             if isinstance(leaf, Tensor):
-                self._collect(leaf)
+                self.gathered.add(self._see(leaf))
+                self._watch(leaf)
+        if func is torch.ops.aten.copy_.default and args[0].ndim == 1:
+            # A group of one rank collects its weights by a copy, into what is resized as after a collective.
+            self._watch(args[0])
         return out
 
     def _adds_up(self, func: Any, args: tuple[Any, ...]) -> bool:
@@ -122,8 +134,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._shut.pop(key, None)
         self.events.append(Event(known.number, -known.nbytes, self.where))
 
-    def _collect(self, tensor: Tensor) -> None:
-        self.gathered.add(self._see(tensor))
+    def _watch(self, tensor: Tensor) -> None:
+        self._see(tensor)
         key = tensor.untyped_storage()._cdata
         if key not in self._shut:
             self._open[key] = self._known[key]
@@ -136,6 +148,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             self.events.append(Event(known.number, size - known.nbytes, self.where))
             known.nbytes = size
+            self.gathered.add(known.number)
             del those[key]
             (self._open if size else self._shut)[key] = known
 
@@ -156,7 +169,7 @@ def _grouped(first: Tensor, second: Tensor, offs: Tensor | None = None, *_: Any,
 
 def _as_number(answer: float, dtype: torch.dtype) -> float | int | bool:
     if dtype == torch.bool:
-        return bool(answer)
+        return bool(int(answer))
     return answer if dtype.is_floating_point else int(answer)
 
 

@@ -20,6 +20,7 @@ from services.config.settings import RunSettings
 from services.policies.training.memory import HEAD_CHUNK, MemoryOptions
 from trainer.memory.tracker import Event
 from trainer.model import packed_attention
+from trainer.parallel.ulysses import ContextSlice
 from trainer.planning.timeline import HEAD
 
 
@@ -58,6 +59,7 @@ def _attention(
     value: Tensor,
     _: Tensor | None,
     *,
+    context_slice: ContextSlice | None = None,
     scaling: float | None = None,
     **__: Any,
 ) -> tuple[Tensor, None]:
@@ -68,8 +70,12 @@ def _attention(
     if query.dtype not in (torch.float16, torch.bfloat16):
         attended: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, None, scaling=scaling)
         return attended
-    found = _Kernel.apply(query, key, value)  # type: ignore[no-untyped-call]
-    return found, None
+    if context_slice is None:
+        found = _Kernel.apply(query, key, value)  # type: ignore[no-untyped-call]
+        return found, None
+    of_heads = context_slice.to_heads(*(tensor[0].transpose(0, 1) for tensor in (query, key, value)))
+    found = _Kernel.apply(*(tensor.transpose(0, 1)[None] for tensor in of_heads))  # type: ignore[no-untyped-call]
+    return context_slice.to_tokens(found[0])[None], None
 
 
 class _Kernel(torch.autograd.Function):

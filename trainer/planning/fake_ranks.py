@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from services.policies.training.layout import DIMENSIONS, Layout
 from services.wire.errors import UsageError
 from trainer.parallel.ranks import Ranks
+from trainer.parallel.sharding import mesh_of_shares
 
 
 class _Alike(Ranks):
@@ -36,6 +37,8 @@ def fake_ranks(layout: Layout) -> Iterator[Ranks | None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.ranks)
     try:
         mesh = init_device_mesh("cpu", layout.shape, mesh_dim_names=DIMENSIONS)
+        # Made now, when a mesh can still be asked where its ranks stand.
+        mesh_of_shares(mesh, layout)
         yield _Alike(0, layout, torch.device("cpu"), mesh)
     finally:
         dist.destroy_process_group()

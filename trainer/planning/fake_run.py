@@ -38,6 +38,9 @@ from trainer.planning.step import full_batch, run_step
 from trainer.planning.timeline import Moment, moments, with_head
 from trainer.planning.watch import Watch
 
+_ANSWER = 1e-6
+"""To whatever is read of a fake tensor: so little that trials of a model agree, and a number that can be divided by."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -72,7 +75,7 @@ def run_fake(config: PretrainedConfig, settings: RunSettings, options: MemoryOpt
     """The plan of one rank. `options`: of the settings, for the machine that is planned for; `row`: tokens of each row of a
     pass, left out: one row is the pass.
 
-    Raises UsageError as `make_roles` does, and for ranks of another kind than data ranks.
+    Raises UsageError as `make_roles` does, and for expert ranks.
     """
     packed_attention.register()
     told = True
@@ -99,11 +102,12 @@ def _run(
     text = config.get_text_config()
     tied = bool(getattr(config, "tie_word_embeddings", False))
     shared = {torch.Size((int(text.vocab_size), int(text.hidden_size)))} if tied else set()
-    if options.layout.tensor * options.layout.context * options.layout.expert > 1:
+    if options.layout.expert > 1:
         raise UsageError(
-            f"{options.layout}: the fake run knows data ranks", "give --quick: the formula knows the others too"
+            f"{options.layout}: the fake run knows no expert ranks", "give --quick: the formula knows them too"
         )
-    fake, tracker = FakeTensorMode(allow_non_fake_inputs=True), Tracker(answer=0.0, summed=shared)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    tracker = Tracker(answer=_ANSWER, found=1.0 / options.layout.context, summed=shared)
     watch = Watch(tracker)
     made: list[PreTrainedModel] = []
 

@@ -94,12 +94,15 @@ class _Step:
         self.shape, self.options = shape, options
         layout = options.layout
         self.tensor, self.data = layout.tensor, layout.data * layout.context
+        self.collects = layout.ranks > 1
+        """Whether layers' weights are collected for their passes: also where nobody else has parts of them."""
         self.tokens = -(-options.tokens // layout.context)
         experts = shape.hidden * shape.experts * 3 * shape.expert_width
         held = (shape.layer - experts) / self.tensor + experts / max(self.tensor, layout.expert)
         self.layer = held
         """Weights of a layer that this rank computes with."""
-        self.outer = shape.outer / self.tensor
+        self.outer = shape.outer - shape.embedding * (1.0 - 1.0 / self.tensor)
+        """Of no layer: the head is cut, the embedding where it is the head."""
         self.weights = shape.layers * held + self.outer
         adapters = shape.layers * shape.adapters(options.lora_rank) / self.tensor
         self.trained = adapters if options.lora_rank else self.weights
@@ -111,17 +114,17 @@ class _Step:
         kept = self._kept()
         stem = 8.0 * width * self.tokens
         # The head's gradient waits for the embedding's, where they are one, and for all of those that ranks collect.
-        waits = (shape.tied or self.data > 1) and not options.lora_rank
+        waits = (shape.tied or self.collects) and not options.lora_rank
         waiting = 4.0 * self._vocabulary * width if waits else 0.0
         last = max(16.0 * width, self._within_layer()) * self.tokens
         again = self._again()
-        outer = 0.0 if options.lora_rank or self.data > 1 else 4.0 * self._vocabulary * width * (2 if shape.tied else 1)
+        outer = 0.0 if options.lora_rank or self.collects else 4.0 * self._vocabulary * width * (2 if shape.tied else 1)
         found = [
             self._moment("head", activations=kept * layers + stem, head=self._head()),
             self._moment("backward", activations=kept * layers + stem, head=waiting, temporaries=last),
             self._moment("embedding", activations=kept, temporaries=outer),
         ]
-        if self.data > 1 and layers > 1:
+        if self.collects and layers > 1:
             rest = kept * (layers - 1)
             found.append(self._moment("scatter", activations=rest, head=waiting, temporaries=4.0 * width * self.tokens))
         if again:
@@ -250,7 +253,7 @@ class _Step:
     def _gathered(self, where: str) -> float:
         """Whole weights and gradients that ranks collect: those of no layer all along; layers', one of them ahead; in the
         backward pass a layer's gradients, and their share. At its end the gradients of those of no layer."""
-        if self.data == 1:
+        if not self.collects:
             return 0.0
         trains = not self.options.lora_rank
         if where == "embedding":

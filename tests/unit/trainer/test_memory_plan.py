@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from typer.testing import CliRunner
 
-from benchmarks.trainer.planned import Case, by_formula, config_of, predicted, settings_of, sized
+from benchmarks.trainer.planned import QWEN3, Case, by_formula, config_of, predicted, settings_of, sized
 from services.policies.training.memory import estimate
 from services.policies.training.model_shape import shape_of
 from services.wire.errors import UsageError
@@ -151,6 +152,36 @@ def test_ranks_share_what_is_always_there(overrides: list[str]) -> None:
     assert 4 * 2 * 2048 * 128 < layer < alone["weights"] + 4 * 2048 * 128
     assert estimate(shape_of(case.configuration), options).total == pytest.approx(plan.tightest.total, rel=0.1)
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("layout", "share"),
+    [({"tensor": 2}, {}), ({"tensor": 2, "context": 2}, {"tied": True}), ({"context": 2}, {})],
+    ids=["tensor", "tensor and context", "context"],
+)
+def test_tensor_and_context_ranks_are_planned(layout: dict[str, int], share: dict[str, bool]) -> None:
+    ranks = 2 * layout.get("context", 1)
+    overrides = [f"trainer.parallel.{name}={size}" for name, size in layout.items()]
+    case = Case("ranks", sized(128, 2, (4, 2, 32), 384, 2048, **share), [TOKENS, *overrides], ranks)
+    whole = predicted(Case("alone", case.configuration, [TOKENS]))
+    plan = predicted(case)
+    activations = plan.tightest.parts["activations"] / whole.tightest.parts["activations"]
+    cut = layout.get("tensor", 1)
+    # Cut tensors are whole in none; what context ranks share of weights, data ranks do.
+    assert plan.tightest.parts["weights"] < (0.75 if cut > 1 else 0.51) * whole.tightest.parts["weights"]
+    assert activations < {2: 0.8, 1: 0.55}[cut] / (2 if len(layout) > 1 else 1)
+    assert by_formula(case) == pytest.approx(plan.tightest.total, rel=0.05)
+    assert not torch.distributed.is_initialized()
+
+
+def test_expert_ranks_are_known_to_the_formula_alone() -> None:
+    case = Case("experts", QWEN3["Qwen3-30B-A3B"], [TOKENS])
+    settings, shape = settings_of(case), shape_of(case.configuration)
+    options = options_of(settings, Machine(2))
+    split = replace(options, layout=replace(options.layout, expert=2))
+    assert estimate(shape, split).total < estimate(shape, options).total
+    with pytest.raises(UsageError, match="the fake run knows no expert ranks"):
+        run_fake(config_of(case), settings, split)
 
 
 def test_experts_are_planned() -> None:
