@@ -44,8 +44,8 @@ _Found = TypeVar("_Found")
 
 
 def cut(model: PreTrainedModel, ranks: Ranks) -> None:
-    """Cut the layers of `model` on tensor ranks, and its experts on the ranks that split them. Before, it is on meta, or all
-    have it whole.
+    """Cut the layers of `model` on tensor ranks, and its experts on the ranks that split them. Before, it is on meta, or
+    all ranks have it whole.
 
     Before `shard`. Raises UsageError for a family that cannot be cut so.
     """

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.policies.training.layout import Layout
 from services.wire.errors import UsageError
 from tests.support.loaded_by_ranks import differences, most_resident
 from tests.support.model_families import FAMILIES, make_family
@@ -56,6 +57,8 @@ EVERY = {"advantage": {"estimator": "gae"}, "loss": {"kl": 0.1}}
         ({"data": 2}, {"lora": {"rank": 4}}, ["Qwen3"]),
         ({"data": 2, "tensor": 2}, {"loss": {"kl": 0.1}}, ["Qwen3", "Qwen3-MoE", "Llama"]),
         ({"replicate": 2, "context": 2}, EVERY, ["Qwen3"]),
+        ({"data": 4, "expert": 2}, {"loss": {"kl": 0.1}}, ["Qwen3-MoE"]),
+        ({"data": 2, "tensor": 2, "expert": 2}, {}, ["Qwen3-MoE"]),
     ],
 )
 def test_each_model_of_a_run_is_what_one_process_loads(
@@ -65,9 +68,7 @@ def test_each_model_of_a_run_is_what_one_process_loads(
     trainer: dict[str, object],
     families: list[str],
 ) -> None:
-    size = 1
-    for ranks in layout.values():
-        size *= ranks
+    size = Layout(**layout).ranks
     found = rank_pool.run(size, differences, layout, trainer, [folders[family] for family in families])
     assert found == [[]] * size
 
