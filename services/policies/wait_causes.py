@@ -10,6 +10,7 @@
 | `store_full`    | Redis holds as much as a run may fill, and admits no group            | yes  |
 | `draws_nothing` | a server has samples, and generated no token between two readings     | no   |
 | `open_group`    | the trainer waits, and this is the oldest group that is not whole     | no   |
+| `evaluates`     | the same, before the first step, and engines generate                 | no   |
 | `nobody_plays`  | the trainer waits, no group is open and nobody waits to open one      | no   |
 
 A service that is gone or silent is a cause whether or not the trainer waits yet: it will. What is only likely is named
@@ -25,7 +26,16 @@ from typing import Literal
 from services.policies.admission import StoreUse
 
 CauseKind = Literal[
-    "gone", "silent", "unheard", "not_ready", "starting", "store_full", "draws_nothing", "open_group", "nobody_plays"
+    "gone",
+    "silent",
+    "unheard",
+    "not_ready",
+    "starting",
+    "store_full",
+    "draws_nothing",
+    "open_group",
+    "evaluates",
+    "nobody_plays",
 ]
 ProbeOutcome = Literal["ready", "not_ready", "silent", "refused"]
 
@@ -103,7 +113,7 @@ def find_causes(
     if sure or trainer_waits_since is None:
         causes = [cause for cause in found if cause.sure or cause.kind == "starting"]
     else:
-        causes = found or _of_groups(services, by_server, trainer_waits_since, asking_groups, now)
+        causes = found or _of_groups(services, by_server, trainer_waits_since, asking_groups, now, starting)
     return sorted(causes, key=lambda cause: (-len(cause.groups), cause.since))
 
 
@@ -133,6 +143,7 @@ def _of_groups(
     trainer_waits_since: float,
     asking_groups: int,
     now: float,
+    starting: bool,
 ) -> list[Cause]:
     if by_server:
         server, groups = min(by_server.items(), key=lambda item: item[1][0].ordinal)
@@ -144,6 +155,12 @@ def _of_groups(
         return [Cause("open_group", server, oldest.opened_at, what, False, tuple(groups))]
     if asking_groups:
         return []
+    generating = sum(each.running for each in services)
+    if starting and generating:
+        what = (
+            f"no group is open yet: held-out problems are answered before training, {generating} samples are generated"
+        )
+        return [Cause("evaluates", None, trainer_waits_since, what, False)]
     what = "no group is open and none waits to be opened: no environment plays"
     return [Cause("nobody_plays", None, trainer_waits_since, what, False)]
 

@@ -275,6 +275,7 @@ class Mesh:
         observer = Observer(
             began_at=self._began_at,
             metrics=self._folder.metrics,
+            evaluated=self._folder.evaluation_before,
             run_id=self._run_id,
             redis=redis,
             http=http,

@@ -91,6 +91,14 @@ def test_what_still_starts_is_said_and_is_no_fault() -> None:
     assert {(cause.kind, cause.sure) for cause in found} == {("starting", False), ("gone", True)}
 
 
+def test_an_evaluation_before_training_is_no_fault_of_the_environment() -> None:
+    found = find_causes(
+        [seen(running=8, sampled=90)], [], trainer_waits_since=NOW - 3.0, asking_groups=0, now=NOW, starting=True
+    )
+    assert [cause.kind for cause in found] == ["evaluates"]
+    assert "held-out problems are answered before training" in found[0].what
+
+
 def test_nobody_plays_only_where_nobody_even_asks() -> None:
     (cause,) = causes([seen()])
     assert (cause.kind, cause.service) == ("nobody_plays", None)
