@@ -30,6 +30,14 @@ def rss_bytes(child: Child) -> int:
     return sum(int(each.memory_info().rss) for each in _with_children(child))
 
 
+def peak_bytes(child: Child) -> int:
+    """The largest resident memory of this process alone since this was last called for it. Linux: its high-water mark."""
+    (line,) = [line for line in Path(f"/proc/{child.pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
+    # 5: set the high-water mark back (proc(5)).
+    Path(f"/proc/{child.pid}/clear_refs").write_text("5")
+    return int(line.split()[1]) << 10
+
+
 def cpu_s(child: Child) -> float:
     """CPU seconds so far of this process and of those that it started, all their threads."""
     times = [each.cpu_times() for each in _with_children(child)]

@@ -2,7 +2,8 @@
 
 copy       in this process: `Saving.begin` with the last checkpoint written ÷ one copy of as many bytes
 slow disk  a paced mesh whose trainer writes each checkpoint 20 times as long as the disk takes (`slow_disk`),
-           beside one that writes none: lines of metrics that are late, memory of the trainer's process
+           beside one that writes none: lines of metrics that are late, memory of the trainer's process at its
+           largest between two checkpoints. All answers are equally long, or the arms' batches would differ
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness.processes import PYTHON, rss_bytes
+from benchmarks.harness.processes import PYTHON, peak_bytes
 from benchmarks.trainer.idleness import PLAN, K, PacedRun, busy_seconds, make_policy, run_paced
 from benchmarks.trainer.report import Measured
 from services.config.settings import EvaluationSettings, TrainerSettings
@@ -35,8 +36,8 @@ from trainer.sft.tiny_model import build_model
 
 SLOWER = 20
 EVERY, STEPS = 5, 30
-LARGE = replace(PLAN, groups_per_step=2, group_size=4, servers=1, longest=64, hidden_size=512, layers=6)
-"""18 million weights: a copy of the state, 220 MB, stands out from what else a process holds."""
+LARGE = replace(PLAN, groups_per_step=2, group_size=4, servers=1, sigma=0.0, longest=64, hidden_size=1024, layers=4)
+"""50 million weights: a copy of the state, 600 MB, stands out from what a step takes, which varies by 10 MB."""
 _LOOK_S = 0.02
 _WITHIN_S = 120.0
 
@@ -97,17 +98,19 @@ def _copies(rounds: int, folder: Path, width: int) -> tuple[list[float], list[fl
 
 @dataclass
 class Watched:
-    """What was seen of a trainer's process from outside: when each line of metrics was there, its largest memory."""
+    """What was seen of a trainer's process from outside: when each line of metrics was there, and its largest memory while
+    so many were there.
+    """
 
     arrived: list[float] = field(default_factory=list)
-    most_bytes: int = 0
+    peaks: dict[int, int] = field(default_factory=dict)
 
     async def watch(self, trainer: Child, run: RunFolder) -> None:
         """Until it is cancelled, or the process has ended."""
         while trainer.process.returncode is None:
             lines = len(read_metrics(run.metrics)) if run.metrics.exists() else 0
             self.arrived += [time.time()] * (lines - len(self.arrived))
-            self.most_bytes = max(self.most_bytes, rss_bytes(trainer))
+            self.peaks[lines] = max(self.peaks.get(lines, 0), peak_bytes(trainer))
             await asyncio.sleep(_LOOK_S)
 
     def lag(self, made: PacedRun) -> int:
@@ -115,6 +118,13 @@ class Watched:
         ended = [line.time for line in made.lines]
         arrived = self.arrived[-len(ended) :]
         return max(sum(end <= there for end in ended[place + 1 :]) for place, there in enumerate(arrived))
+
+    def held(self) -> float:
+        """Bytes: the largest memory between two checkpoints, or as many steps, in the median over all but the first."""
+        spans: dict[int, int] = {}
+        for lines, peak in self.peaks.items():
+            spans[lines // EVERY] = max(spans.get(lines // EVERY, 0), peak)
+        return statistics.median(peak for span, peak in spans.items() if span)
 
 
 async def measure_slow_disk(rounds: int, say: Callable[[str], None], steps: int = STEPS) -> Measured:
@@ -151,10 +161,10 @@ async def measure_slow_disk(rounds: int, say: Callable[[str], None], steps: int 
             written = sorted((place / "run" / "checkpoints").glob("step-*"))
             size = sum(path.stat().st_size for path in written[-1].glob("*.safetensors"))
             found["metrics_lag"].append(float(watched.lag(made)))
-            found["ckpt_memory"].append((watched.most_bytes - runs["none"][1].most_bytes) / size)
+            found["ckpt_memory"].append((watched.held() - runs["none"][1].held()) / size)
             told = f"slow disk, round {number}"
             seen[told] = "; ".join(
-                f"{name}: {run.tokens_per_s:.0f} tokens/s, {eyes.most_bytes >> 20} MiB"
+                f"{name}: {run.tokens_per_s:.0f} tokens/s, {eyes.held() / 2**20:.0f} MiB"
                 for name, (run, eyes, _) in runs.items()
             )
             seen[told] += f"; {len(written)} checkpoints of {size >> 20} MiB are kept"

@@ -57,8 +57,10 @@ class _Refusal:
     straggler: admission_queue.OpenGroupRecord | None
     store: StoreUse | None
 
-    @property
-    def named(self) -> tuple[Closed, int | None]:
+    def named(self, version: int) -> tuple[Closed, int | None]:
+        """What is waited for, of an engine that serves `version`: the straggler, or newer weights."""
+        if self.left.closed_by is Closed.STALENESS:
+            return Closed.STALENESS, version
         return self.left.closed_by, None if self.straggler is None else self.straggler.ordinal
 
 
@@ -278,13 +280,13 @@ class AdmissionGate:
     async def _post(self) -> None:
         """Say on the wait board what the head of the queue waits for, once it has waited long."""
         waits_long = bool(self._queue) and time.monotonic() - self._queue[0].since > POST_AFTER_S
-        posted = self._refusal.named if waits_long and self._refusal is not None else None
+        version = self._engine_version()
+        posted = self._refusal.named(version) if waits_long and self._refusal is not None else None
         if posted == self._posted:
             return
         if posted is None or self._refusal is None:
             written = await self._board.clear()
         elif self._refusal.left.closed_by is Closed.STALENESS:
-            version = self._engine_version()
             written = await self._board.post(
                 f"admission: {self.waiting} groups wait for weights newer than version {version}"
             )

@@ -129,16 +129,25 @@ def _refuse_unknown(
         if field is None:
             if f"{prefix}{key}" in _GONE:
                 raise UsageError(f"{prefix + key!r} is gone", _GONE[f"{prefix}{key}"])
-            near = get_close_matches(f"{prefix}{key}", known(), n=1, cutoff=0.4) or get_close_matches(
-                key, [name.rpartition(".")[2] for name in known()], n=1, cutoff=0.4
-            )
-            hint = f"the nearest known key is {near[0]!r}" if near else f"known keys: {', '.join(model.model_fields)}"
+            near = " or ".join(map(repr, _nearest(f"{prefix}{key}", known())))
+            hint = f"the nearest known key is {near}" if near else f"known keys: {', '.join(model.model_fields)}"
             raise UsageError(f"unknown key {prefix + key!r}", hint)
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
             if not isinstance(value, Mapping):
                 raise UsageError(f"{prefix + key!r} is a section, not a value", f"set one of its keys: {prefix}{key}.…")
             _refuse_unknown(value, section, f"{prefix}{key}.", known)
+
+
+def _nearest(key: str, known: Sequence[str]) -> list[str]:
+    """Of the known keys those that `key` is short for (lr: learning_rate), else one that is alike, or has a name alike."""
+    section, _, leaf = key.rpartition(".")
+    names = {name: name.rpartition(".") for name in known}
+    initials = {name: "".join(word[:1] for word in own.split("_")) for name, (_, _, own) in names.items()}
+    short = [name for name in known if len(leaf) > 1 and initials[name] == leaf]
+    short = [name for name in short if names[name][0] == section] or short
+    alike = get_close_matches(key, known, n=1, cutoff=0.4)
+    return short or alike or get_close_matches(leaf, [own for _, _, own in names.values()], n=1, cutoff=0.4)
 
 
 def known_keys(root: type[BaseModel] = RunSettings, prefix: str = "") -> list[str]:

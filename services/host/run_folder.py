@@ -44,6 +44,8 @@ class RunFolder:
         self.curves = root / "curves.png"
         self.summary = root / "summary.json"
         self.evaluation = root / "evaluation.json"
+        self.evaluation_before = root / "evaluation_before.json"
+        """There from the end of the evaluation before training until the end of the one after it."""
         self.evaluations = root / "evaluations.json"
         self.tracking = root / "tracking"
         self.trainer_report = root / "trainer_report.json"

@@ -73,7 +73,10 @@ async def _collect(
     every_s: float | None,
     show: Callable[[MeshReport], None],
 ) -> bool:
-    """Collect once, or every so often until cancelled; returns whether the last report found nothing wrong."""
+    """Collect once, or every so often until cancelled, or until the run and its Redis have ended.
+
+    Returns whether the last report found nothing wrong.
+    """
     import asyncio
 
     import httpx
@@ -87,8 +90,13 @@ async def _collect(
         run = await find_run(redis, run_id)
         async with httpx.AsyncClient(trust_env=False, verify=trust.verify) as http:
             collector = StatusCollector(redis, run, http, also, trust=trust)
+            concluded = False
             while True:
                 report = await collector.collect(again=every_s is None)
+                if concluded and report.lost:
+                    # Its Redis ended with it.
+                    return True
+                concluded = concluded or (report.queue is not None and report.queue.concluded)
                 show(report)
                 if every_s is None:
                     return report.well

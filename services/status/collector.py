@@ -96,9 +96,10 @@ class StatusCollector:
         if again and wait is not None and not any(cause.sure for cause in causes):
             self._remember(listed)
             await asyncio.sleep(self._collect_again_s)
-            now = {
-                each.record.name: each for each in await self._part(parts, "registry", self._registry.services(), [])
-            }
+            # All of it: meanwhile groups may be complete, and the wait over.
+            parts = await self._read()
+            wait = parts.waits.get(TRAINER)
+            now = {each.record.name: each for each in parts.listed}
             listed = [now.get(each.record.name, each) for each in listed]
             causes = self._causes(parts, listed, probes, wait)
         self._remember(listed)
@@ -114,6 +115,7 @@ class StatusCollector:
             asking_groups=parts.asking,
             now=time.time(),
             store=_store(listed),
+            starting=parts.report is None,
         )
 
     def _seen(self, listed: Listed, probe: Probe) -> SeenService:
@@ -193,6 +195,8 @@ class StatusCollector:
                 int(count or 0),
             )
             for name, owner, count in zip(names, owners, finished, strict=True)
+            # Nobody holds what is complete, even while its place is not free yet: nothing of it is waited for.
+            if owner is not None or not int(count or 0)
         ]
 
 

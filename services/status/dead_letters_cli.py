@@ -48,10 +48,12 @@ async def _read(run_id: str, redis_url: str, newest: int) -> tuple[list[DeadLett
     from services.run_store.client import check_reachable, connect
     from services.run_store.ledger import Ledger
     from services.run_store.stream import DeadLetters
+    from services.status.collector import find_run
 
     await check_reachable(redis_url)
     redis = connect(redis_url)
     try:
+        await find_run(redis, run_id)
         return await DeadLetters(redis, run_id).newest(newest), await Ledger(redis, run_id).accounts()
     finally:
         await redis.aclose()

@@ -16,6 +16,9 @@ _GOOD, _BAD, _LIKELY = "green", "bold red", "yellow"
 
 def screen(report: MeshReport) -> RenderableType:
     """Everything of the report, the causes first."""
+    if report.lost:
+        why = f"Redis says nothing of run {report.run_id} ({report.unread[0]})"
+        return Text(f"{why}: the run has ended, or Redis is away", style=_BAD)
     parts: list[RenderableType] = [_head(report), *_causes(report), _services(report), _figures(report)]
     parts += [Text(f"not read: {line}", style=_BAD) for line in report.unread]
     return Group(*parts)
@@ -38,9 +41,8 @@ def _causes(report: MeshReport) -> Sequence[Text]:
 
 
 def _cause(cause: CauseView, now: float) -> Text:
-    text = Text(
-        f"  {'because' if cause.sure else 'likely because'}: {cause.what}", style=_BAD if cause.sure else _LIKELY
-    )
+    begins = "because" if cause.sure else "starting" if cause.kind == "starting" else "likely because"
+    text = Text(f"  {begins}: {cause.what}", style=_BAD if cause.sure else _LIKELY)
     if cause.groups:
         shown = ", ".join(
             f"{group.ordinal} (open {now - group.opened_at:.0f} s, {group.finished} siblings finished)"

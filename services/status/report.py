@@ -96,6 +96,11 @@ class MeshReport(msgspec.Struct, frozen=True, kw_only=True):
     unread: list[str]
 
     @property
+    def lost(self) -> bool:
+        """Whether nothing could be read: Redis is away, or has ended with the run."""
+        return bool(self.unread) and self.queue is None and not self.services and not self.waits
+
+    @property
     def well(self) -> bool:
         """Whether nothing sure is wrong, and all of it could be read."""
         return not self.unread and not any(cause.sure for cause in self.causes)

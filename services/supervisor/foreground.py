@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 
@@ -46,6 +47,8 @@ def resume_in_foreground(root: Path, keys: KeyPlaces, *, plain: bool) -> int:
 async def _run(
     resolving: Coroutine[None, None, Resolved], origins: Mapping[str, str], keys: KeyPlaces, *, plain: bool
 ) -> int:
+    # Not when the process did: `./dev up` installs first, in the same process.
+    began_at = time.time()
     console = Console(soft_wrap=True)
     resolved = await resolving
     settings, folder, run_id = resolved.settings, resolved.folder, resolved.run_id
@@ -59,7 +62,8 @@ async def _run(
                 view.say(f"{name} = {value_of(settings, name)}, {why}")
         if resolved.placement.places:
             view.say(in_words(resolved.placement))
-        mesh = Mesh(settings, folder, run_id, view, keys, {**origins, **resolved.found}, resolved.placement)
+        found = {**origins, **resolved.found}
+        mesh = Mesh(settings, folder, run_id, view, keys, found, resolved.placement, began_at=began_at)
         running = asyncio.create_task(mesh.run())
 
         def on_signal(which: signal.Signals) -> None:

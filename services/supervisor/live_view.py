@@ -116,7 +116,7 @@ def _facts(snapshot: Snapshot, steps: int, k: int) -> list[tuple[str, str]]:
     metrics = snapshot.metrics
     if metrics is None:
         starting = [("starting", ", ".join(snapshot.starting))] if snapshot.starting else []
-        return [("step", f"0/{steps}"), *starting]
+        return [("step", f"0/{steps}"), *starting, *_evaluating(snapshot, "before")]
     stall, found = snapshot.stall_ms, snapshot.evaluation
     held_out = []
     if found is not None:
@@ -131,7 +131,15 @@ def _facts(snapshot: Snapshot, steps: int, k: int) -> list[tuple[str, str]]:
         ("staleness", f"{metrics.staleness_mean:.2f} (max {metrics.staleness_max} of {k})"),
         ("stall", "–" if stall is None else f"{stall:.1f} ms"),
         ("served", " ".join(f"{engine.server_id}:v{engine.policy_version}" for engine in snapshot.engines) or "–"),
+        *(_evaluating(snapshot, "after") if metrics.step >= steps and "trainer" not in snapshot.waits else []),
     ]
+
+
+def _evaluating(snapshot: Snapshot, when: str) -> list[tuple[str, str]]:
+    if when == "before" and not snapshot.evaluates_before:
+        return []
+    generated = sum(engine.tokens_generated for engine in snapshot.engines)
+    return [("evaluation", f"of held-out problems, {when} training: {generated:,} tokens generated")]
 
 
 def _by_task(success: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -145,6 +153,8 @@ def _waits(snapshot: Snapshot) -> list[tuple[str, str]]:
     return [
         (component, f"{wait.waiting_for} ({max(0.0, now - wait.since):.1f} s)")
         for component, wait in sorted(snapshot.waits.items())
+        # Its first batch comes after the evaluation, which is told of itself.
+        if not (snapshot.evaluates_before and component == "trainer")
     ]
 
 
@@ -166,6 +176,8 @@ class Snapshot:
     starting: Sequence[str] = ()
     evaluation: Evaluation | None = None
     """The newest one beside training."""
+    evaluates_before: bool = False
+    """Everything has started, and held-out problems are answered before the first group is opened."""
 
     @property
     def stall_ms(self) -> float | None:
@@ -194,11 +206,20 @@ class Observer:
     """
 
     def __init__(
-        self, *, began_at: float, metrics: Path, run_id: str, redis: Redis, http: httpx.AsyncClient, urls: Sequence[str]
+        self,
+        *,
+        began_at: float,
+        metrics: Path,
+        evaluated: Path,
+        run_id: str,
+        redis: Redis,
+        http: httpx.AsyncClient,
+        urls: Sequence[str],
     ) -> None:
-        """`began_at` in Unix seconds."""
+        """`began_at` in Unix seconds. `evaluated`: there once the evaluation before training has been made."""
         self._began_at = began_at
         self._tail = MetricsTail(metrics)
+        self._evaluated = evaluated
         self._run_id = run_id
         self._redis = redis
         self._http = http
@@ -206,8 +227,9 @@ class Observer:
 
     async def collect(self, starting: Sequence[str] = ()) -> Snapshot:
         engines, waits, evaluation = await asyncio.gather(self._engines(), self._waits(), self._evaluation())
-        elapsed_s = time.time() - self._began_at
-        return Snapshot(elapsed_s, self._tail.read(), engines, waits, starting, evaluation)
+        elapsed_s, metrics = time.time() - self._began_at, self._tail.read()
+        evaluates_before = metrics is None and not starting and not self._evaluated.exists()
+        return Snapshot(elapsed_s, metrics, engines, waits, starting, evaluation, evaluates_before)
 
     async def _engines(self) -> list[EngineReport]:
         reports = await asyncio.gather(*(read_engine(self._http, url) for url in self._urls))

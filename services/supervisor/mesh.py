@@ -19,7 +19,6 @@ from types import MappingProxyType
 
 import httpx
 import msgspec
-import psutil
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
@@ -110,8 +109,11 @@ class Mesh:
         keys: KeyPlaces = NO_PLACES,
         origins: Mapping[str, str] = MappingProxyType({}),
         placement: Placement = NOWHERE,
+        *,
+        began_at: float,
     ) -> None:
-        """`settings` are resolved; `folder` was made by preflight. `keys`: what every process is told.
+        """`settings` are resolved; `folder` was made by preflight. `keys`: what every process is told. `began_at`: when the
+        command began, Unix seconds.
 
         `origins`: dotted name → where the setting comes from, for config.toml. A folder that has one is of a run that was
         interrupted, which goes on. `placement`: the GPUs of each process.
@@ -127,8 +129,7 @@ class Mesh:
         self._trust = read_trust(keys.tls)
         self._processes: MeshProcesses | None = None
         self._starting: list[str] = []
-        # The command began before Python had imported this module.
-        self._began_at = psutil.Process().create_time()
+        self._began_at = began_at
         if folder.config.exists():
             self._began_at = folder.config.stat().st_mtime
 
@@ -274,6 +275,7 @@ class Mesh:
         observer = Observer(
             began_at=self._began_at,
             metrics=self._folder.metrics,
+            evaluated=self._folder.evaluation_before,
             run_id=self._run_id,
             redis=redis,
             http=http,

@@ -43,6 +43,11 @@ async def _check_surroundings(settings: RunSettings, keys: KeyPlaces) -> None:
     check_installed(settings.telemetry)
     check_libraries(settings.trainer)
     check_trackers(settings.tracking)
+    if settings.telemetry.trainer_port:
+        from services.http.app import open_port
+
+        # The trainer takes it only once it has imported torch. Keys are looked at there.
+        open_port(settings.telemetry.trainer_host, settings.telemetry.trainer_port, lacking=()).close()
     password = keys.read("supervisor").redis
     tls = read_tls(keys.tls)
     if tls.identity is not None:

@@ -62,7 +62,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     response_length_after: float
     evaluation_problems: int
     wall_s: float
+    """Since `rollmesh up` began, downloads of a model included; what `./dev` installed before is not in it."""
     first_step_s: float
+    """The same, until the first optimizer step had been made."""
     tokens_generated: int
     tokens_trained: int
     max_staleness: int

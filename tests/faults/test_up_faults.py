@@ -57,6 +57,17 @@ def test_misuse_is_one_line_exit_code_2_and_leaves_nothing(arguments: list[str],
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run_command(["up", *SMALL, f"telemetry.trainer_port={port}"], cwd=tmp_path)
+    assert (done.code, done.err.count("\n"), done.out) == (2, 1, "")
+    assert f"cannot listen on 127.0.0.1:{port} (Address already in use): choose another port" in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_holds_a_run_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("seed = 7\n")
     done = run_command(["up", "--run-dir", str(tmp_path)])

@@ -51,6 +51,13 @@ def test_every_key_of_a_run_is_documented_with_its_bound() -> None:
     assert names | {keys.answer("g", "c").split(":")[2]} <= documented
 
 
+def test_an_example_that_is_shown_whole_is_its_file() -> None:
+    text = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8").partition("This is all of [letters.py]")[2]
+    shown = text.partition("```python\n")[2].partition("```")[0]
+    file = (ROOT / "docs" / "examples" / "letters.py").read_text(encoding="utf-8")
+    assert shown == file[file.index("from clients") :]
+
+
 def test_relative_links_of_the_docs_lead_somewhere() -> None:
     for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text()):

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from services.host.files import appearing, remove_unfinished, sync
 from services.wire.errors import RollmeshError
 from trainer.algorithms.advantages.shaping import Moments
+from trainer.checkpoint.host_copy import copied
 from trainer.checkpoint.model_folder import Gathered
 from trainer.checkpoint.parts import (
     Part,
@@ -107,7 +108,8 @@ def snapshot(
 ) -> Snapshot:
     """Copy the state to the host; with `writers`, what this rank is to write of it.
 
-    `over`: an earlier snapshot, which nobody reads any more: its memory is written over, so that no new pages are needed.
+    `over`: an earlier snapshot, which nobody reads any more: its memory is written over, so that no new pages are needed,
+    or let go of where the state has other tensors by now.
     """
     tensors: dict[str, dict[str, Tensor]] = {}
     parts: dict[str, dict[str, Part]] = {}
@@ -116,14 +118,13 @@ def snapshot(
             (name, trained_weights(model)),
             (_optimizer_file(name), _optimizer_state(model, optimizer)),
         ):
-            held = {} if over is None else over.tensors.get(file, {})
-            tensors[file], parts[file] = {}, {}
+            written, parts[file] = {}, {}
             for key, tensor in live.items():
                 if writers is None or is_written_here(tensor, writers.rank):
-                    local, part = held_part(tensor)
-                    tensors[file][key] = _copied(local, held.get(key))
+                    written[key], part = held_part(tensor)
                     if part is not None:
                         parts[file][key] = part
+            tensors[file] = copied(written, {} if over is None else over.tensors.get(file, {}))
     log_price = None if roles.advantage_computer.price is None else roles.advantage_computer.price.log_value
     learner = roles.learner
     shaper = roles.advantage_computer.shaper
@@ -160,12 +161,6 @@ def gather_policy(roles: Roles) -> Gathered | None:
     if adapters is None:
         return Gathered(gathered(own), {})
     return Gathered(gathered(adapters.merged(own)), gathered(adapters.state()))
-
-
-def _copied(tensor: Tensor, held: Tensor | None) -> Tensor:
-    if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-        return tensor.detach().to("cpu", copy=True)
-    return held.copy_(tensor.detach())
 
 
 def save(folder: Path, taken: Snapshot) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -20,8 +21,27 @@ from trainer.model.forward import freeze_beside_text
 from trainer.model.learner import named_weights
 from weight_bus.manifest.computed import PublishedTensor, computed
 
-# Written anew with the model; everything else of its folder (tokenizer, chat template …) is carried over.
-_WRITTEN_ANEW = ("config.json", "generation_config.json", "model.safetensors.index.json")
+# Tokenizer, processor, chat template, the model's own code, terms of use. Weights and their configuration are written anew;
+# other files (curves, summaries, a page about other weights) are not of the model.
+_CARRIED_OVER = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "normalizer.json",
+    "*.model",
+    "*.tiktoken",
+    "*.spm",
+    "*.bpe",
+    "chat_template*",
+    "*processor_config.json",
+    "*.py",
+    "licen[cs]e*",
+    "notice*",
+    "*policy*",
+)
+"""Names in small letters."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +90,7 @@ def save_final(
     adapters: Adapters | None = None,
     gathered: Gathered | None = None,
 ) -> Path:
-    """Write `folder/final`: the model, and what else its original folder `base` holds; returns its path.
+    """Write `folder/final`: the model, and what else belongs to it in its original folder `base`; returns its path.
 
     `gathered`: all of its weights, where the model has only this rank's. `adapters`: those of the model, where they alone
     were trained. They are merged into a copy of its weights in host memory, and `folder/final-adapter` has them alone.
@@ -110,7 +130,7 @@ def fill_model(
     shard_bytes: int = 50_000_000_000,
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write into the folder `making`: the model, adapters merged, and what else its original folder `base` holds.
+    """Write into `making`: the model, adapters merged, and what else belongs to it in its original folder `base`.
 
     `dtype`: of floating weights, and of `model` from then on; None for their own. `shard_bytes`: of a file, at most.
     `weights`: by the model's names, adapters merged, in place of its own. Raises OSError.
@@ -128,7 +148,7 @@ def fill_model(
 
 def _carry_over(making: Path, base: Path) -> None:
     for path in base.iterdir():
-        if path.is_file() and path.suffix != ".safetensors" and path.name not in _WRITTEN_ANEW:
+        if path.is_file() and any(fnmatchcase(path.name.lower(), pattern) for pattern in _CARRIED_OVER):
             shutil.copy2(path, making / path.name)
 
 

@@ -173,7 +173,7 @@ class Intake:
                     waited = time.monotonic() - started
                     if waited > deadline_s:
                         raise NoBatchError(
-                            f"no batch within {deadline_s:g} s: still waiting for {self._missing(groups)}",
+                            f"no batch within {deadline_s:g} s: {self._missing(groups)}",
                             "see the logs of the environment and the rollout servers",
                         )
                     missing = self._missing(groups)
@@ -412,7 +412,7 @@ class Intake:
     def _missing(self, groups: int) -> str:
         if self._trouble is not None:
             return self._trouble
-        text = f"{groups - self._assembler.complete} of {groups} groups"
+        text = f"groups {self._assembler.complete}/{groups} ready"
         partial = self._assembler.oldest_partial()
         if partial is None:
             return text

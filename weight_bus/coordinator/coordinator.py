@@ -354,7 +354,8 @@ class Coordinator:
             self._metrics.settled(update.state)
         record.resting.set()
         self.events.add(update.state, version=update.version, why=update.why)
-        log = _log.warning if update.state == "failed" else _log.info
+        # Before the first engine has registered, and after the last has left, nothing is wrong with the weights.
+        log = _log.warning if update.state == "failed" and self._engines else _log.info
         # A heartbeat, or the call that announced the next version, may have settled it.
         with self._tracing.logged_under(record.trace):
             log("weight update", version=update.version, state=update.state, ms=round(milliseconds, 1), why=update.why)

@@ -325,7 +325,8 @@ class Receiver:
         try:
             return DeltaStage(job, delta)
         except StageError as error:
-            _log.warning("delta out of reach", version=manifest.version, why=str(error))
+            # As where a delta is offered over one transport alone: what it saves is lost, and nothing else.
+            _log.info("all bytes instead of a delta", version=manifest.version, why=str(error))
             return None
 
     def _begin_to_write(self, manifest: Manifest, plan: BucketPlan) -> tuple[Whole, Memory]:

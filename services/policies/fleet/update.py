@@ -79,6 +79,7 @@ class Member:
     """Heartbeats in a row that contradict `policy_version`."""
 
 
+NOBODY = "no engine serves it: none is registered, or all have left; one that registers is brought to it"
 _BUSY: tuple[EngineState, ...] = (*ON_THE_WAY, "prepared", *FLIPPING)
 
 
@@ -111,7 +112,9 @@ def judge(update: Update, live: Collection[str], policy: FleetPolicy) -> None:
     elif serving:
         update.state, update.why = "committed", None
     else:
+        said = (progress.why for progress in update.progress.values() if progress.state == "failed")
         update.state = "failed"
+        update.why = next(filter(None, said), None) or NOBODY
 
 
 def _waited_for(update: Update, live: Collection[str], policy: FleetPolicy) -> Collection[str]:

@@ -110,3 +110,6 @@ async def test_dead_letters_are_listed_by_a_command(make_bench: Callable[..., Be
     shown = await asyncio.to_thread(run_command, command)
     assert (shown.code, shown.out.splitlines()[-1]) == (0, "dropped of 1 published: 1 bad_number")
     assert entry in shown.out
+    unknown = await asyncio.to_thread(run_command, ["dead-letters", "--run-id", "nosuch", "--redis-url", redis_url])
+    assert (unknown.code, unknown.out) == (2, "")
+    assert "Redis knows no run 'nosuch'" in unknown.err

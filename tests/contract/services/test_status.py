@@ -9,7 +9,8 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -29,7 +30,7 @@ from services.status.collector import StatusCollector
 from services.status.render import screen
 from services.status.report import CauseView, GroupView, MeshReport, QueueView, ServiceView, WaitView
 from services.wire.run_metrics import TaskOutcome
-from tests.conftest import free_port
+from tests.conftest import free_port, running_valkey
 from tests.support.evaluations import evaluation
 from tests.support.mesh_command import COMMAND, run_command
 from tests.support.served_app import served
@@ -143,6 +144,73 @@ async def test_an_engine_that_samples_nothing_shows_between_two_looks_of_one_com
     assert report.trainer_waits is not None
     assert report.well, "a guess alone is no failure"
     assert {cause.service for cause in at_once.causes} == {"busy", "stuck"}, "neither sampled between its two looks"
+
+
+async def test_a_group_that_is_complete_by_the_second_look_is_not_to_blame(
+    redis: Redis, run_id: str, http: httpx.AsyncClient
+) -> None:
+    ledger, keys, board = Ledger(redis, run_id), RunKeys(run_id), WaitBoard(redis, run_id, "trainer")
+    await ledger.begin(0)
+    asked = asyncio.Event()
+
+    def reasons() -> list[str]:
+        asked.set()
+        return []
+
+    async with served(make_app("well", "0", nothing, reasons)) as url:
+        await announce(redis, run_id, "s0", url, sampled=10, running=0)
+        await redis.hset(keys.open_groups, mapping={"a": b'[0,"s0",1000.0]', "b": b'[1,"s0",1001.0]'})
+        await redis.hset(keys.owners, mapping={"a": "s0/life", "b": "s0/life"})
+        await board.post("the batch of step 4: groups 2/4 ready")
+        looking = asyncio.create_task(StatusCollector(redis, run_id, http, collect_again_s=1.0).collect())
+        await asked.wait()
+        # The first is whole, and the account not written yet; the other one is.
+        await redis.hdel(keys.owners, "a")
+        await redis.hset(keys.published_groups, "a", 8)
+        (cause,) = (await looking).causes
+        assert (cause.kind, [each.group for each in cause.groups]) == ("open_group", ["b"])
+        asked.clear()
+        looking = asyncio.create_task(StatusCollector(redis, run_id, http, collect_again_s=1.0).collect())
+        await asked.wait()
+        await board.clear()
+        report = await looking
+    assert (report.trainer_waits, report.causes) == (None, []), "the wait was over before it was explained"
+
+
+async def test_a_run_that_starts_is_well_and_says_what_is_not_ready(
+    redis: Redis, redis_url: str, run_id: str, http: httpx.AsyncClient
+) -> None:
+    await Ledger(redis, run_id).begin(0)
+    async with served(make_app("trainer", "0", nothing, lambda: ["no step yet"])) as url:
+        record = ServiceRecord(name="trainer", kind="trainer", url=url, lease_s=60.0)
+        await ServiceRegistry(redis, run_id).announce([record])
+        done = await asyncio.to_thread(run_command, ["status", "--run-id", run_id, "--redis-url", redis_url])
+    assert done.code == 0, done.err
+    assert "starting: trainer is not ready yet: no step yet" in done.out
+
+
+async def test_watching_ends_with_the_run_and_its_redis(run_id: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        url = stack.enter_context(running_valkey(tmp_path)).url
+        redis = connect(url)
+        await Ledger(redis, run_id).begin(0)
+        command = [*COMMAND, "status", "--run-id", run_id, "--redis-url", url, "--watch", "--every", "0.2"]
+        watching = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        try:
+            assert watching.stdout is not None
+            async with asyncio.timeout(20.0):
+                await watching.stdout.readline()
+                await Ledger(redis, run_id).conclude(7)
+                while b"concluded" not in await watching.stdout.readline():
+                    pass
+                await redis.aclose()
+                stack.close()
+                rest, _ = await watching.communicate()
+            assert (watching.returncode, b"not read" in rest) == (0, False)
+        finally:
+            if watching.returncode is None:
+                watching.kill()
+                await watching.wait()
 
 
 async def test_a_redis_that_is_full_is_the_cause_before_anything_else(

@@ -233,9 +233,9 @@ async def test_lengths_of_what_was_sampled_are_counted_once(make_bench: Callable
 async def test_a_wait_says_what_is_missing_and_ends_at_its_deadline(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     await bench.writer.publish(answers(bench, "whole", 4) + answers(bench, "half", 5)[:1])
-    with pytest.raises(NoBatchError, match=r"1 of 2 groups; group 5 of server s0: 1 of 2 siblings \(missing: 1\)"):
+    with pytest.raises(NoBatchError, match=r"groups 1/2 ready; group 5 of server s0: 1 of 2 siblings \(missing: 1\)"):
         await bench.take(2, deadline_s=0.5)
-    assert bench.posted == ["1 of 2 groups; group 5 of server s0: 1 of 2 siblings (missing: 1)"]
+    assert bench.posted == ["groups 1/2 ready; group 5 of server s0: 1 of 2 siblings (missing: 1)"]
 
 
 async def test_a_stopped_trainer_gets_no_batch(make_bench: Callable[..., Bench]) -> None:

@@ -79,6 +79,8 @@ def test_settings_that_do_not_go_together_are_refused(overrides: str, complaint:
         ("trainer.micro_batch=64", "'trainer.micro_batch' is gone: write trainer.micro_batch_tokens"),
         ("trainer.minibatches_per_batch=4", "cannot be under k=2: a batch is sampled before its first step"),
         ("tsak=running-sums", "unknown key 'tsak': the nearest known key is 'task'"),
+        ("trainer.lr=1", "the nearest known key is 'trainer.learning_rate'"),
+        ("lr=1", "or 'trainer.learning_rate'"),
         ("learning_rate=1", "the nearest known key is 'trainer.learning_rate'"),
         ("task=running-sum", "task = 'running-sum' cannot be: did you mean 'running-sums'?"),
         ("engine=tensorrt", "known: auto, torch, vllm"),

@@ -42,12 +42,17 @@ async def test_a_snapshot_is_had_even_where_nothing_answers_yet(redis_url: str, 
         observer = Observer(
             began_at=time.time(),
             metrics=tmp_path / "metrics.jsonl",
+            evaluated=tmp_path / "evaluation_before.json",
             run_id=run_id,
             redis=redis,
             http=http,
             urls=["http://127.0.0.1:1"],
         )
         snapshot = await observer.collect()
+        assert snapshot.evaluates_before
+        assert not (await observer.collect(["bus"])).evaluates_before, "nothing is answered before all have started"
+        (tmp_path / "evaluation_before.json").write_text("{}")
+        assert not (await observer.collect()).evaluates_before
     await redis.aclose()
     assert snapshot.metrics is None
     assert snapshot.engines == []
@@ -89,6 +94,17 @@ def test_plain_lines_say_what_happened_and_who_waits() -> None:
         "trainer waits for 16 com",
     ):
         assert fact in said[1]
+
+
+def test_the_evaluation_before_training_is_no_wait_of_the_trainer() -> None:
+    wait = Wait(waiting_for="the batch of step 1: groups 0/16 ready", since=time.time() - 3.0)
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    with make_view(console, steps=60, k=2, plain=False) as view:
+        view.show(Snapshot(elapsed_s=12.0, waits={"trainer": wait}, evaluates_before=True))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "of held-out problems, before training: 0 tokens generated" in text
+    assert "waits for" not in text
 
 
 def test_the_live_view_shows_the_same_facts() -> None:

@@ -74,6 +74,31 @@ def test_the_oldest_open_group_is_named_where_every_server_is_well() -> None:
     assert [each.ordinal for each in cause.groups] == [4, 7]
 
 
+def test_what_the_server_does_meanwhile_explains_the_wait_for_its_group() -> None:
+    (cause,) = causes([seen(running=8, sampled=412, apart_s=2.2)], [group(4)])
+    assert cause.what.endswith("the engine generates 8 samples (412 tokens in 2.2 s)")
+    (cause,) = causes([seen(sampled=0, apart_s=2.2)], [group(4)])
+    assert cause.what.endswith("the environment, a tool or a reward is waited for")
+
+
+def test_what_still_starts_is_said_and_is_no_fault() -> None:
+    services = [seen(probe="not_ready", reasons=("loading",)), seen("s1", probe="refused")]
+    for waits in (None, NOW - 3.0):
+        found = find_causes(services[:1], [], trainer_waits_since=waits, asking_groups=0, now=NOW, starting=True)
+        assert [(cause.kind, cause.sure) for cause in found] == [("starting", False)]
+        assert "s0 is not ready yet: loading" in found[0].what
+    found = find_causes(services, [], trainer_waits_since=None, asking_groups=0, now=NOW, starting=True)
+    assert {(cause.kind, cause.sure) for cause in found} == {("starting", False), ("gone", True)}
+
+
+def test_an_evaluation_before_training_is_no_fault_of_the_environment() -> None:
+    found = find_causes(
+        [seen(running=8, sampled=90)], [], trainer_waits_since=NOW - 3.0, asking_groups=0, now=NOW, starting=True
+    )
+    assert [cause.kind for cause in found] == ["evaluates"]
+    assert "held-out problems are answered before training" in found[0].what
+
+
 def test_nobody_plays_only_where_nobody_even_asks() -> None:
     (cause,) = causes([seen()])
     assert (cause.kind, cause.service) == ("nobody_plays", None)

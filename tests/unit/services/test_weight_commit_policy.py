@@ -38,6 +38,21 @@ def test_two_engines_stage_then_flip_together() -> None:
     assert update.state == "prepared"
 
 
+def test_an_update_that_no_engine_serves_says_so() -> None:
+    machine = CommitMachine()
+    update = machine.announce(1)
+    drain(machine)
+    assert update.state == "failed"
+    assert update.why is not None and "no engine serves it" in update.why
+    machine.join("a", 0)
+    drain(machine)
+    assert (update.state, update.why) == ("committed", None)
+    machine.join("b", 0)
+    broken = machine.announce(2)
+    drain(machine, {"a": "bad hash", "b": "bad hash"})
+    assert (broken.state, broken.why) == ("failed", "bad hash")
+
+
 def test_a_withdrawn_version_is_offered_again_once_everybody_is_back() -> None:
     machine = CommitMachine()
     machine.join("a", 0)

@@ -361,7 +361,16 @@ def test_the_final_checkpoint_is_a_hugging_face_folder(tmp_path: Path) -> None:
     base = tmp_path / "base"
     model = build_model(seed=5)
     save_policy(model, base)
-    (base / "chat_template.jinja").write_text("{{ messages }}")
+    of_the_model = {
+        "chat_template.jinja",
+        "LICENSE",
+        "modeling_own.py",
+        "sentencepiece.bpe.model",
+        "preprocessor_config.json",
+    }
+    # As `rollmesh sft` and `rollmesh models fetch` leave them, and weights in another form.
+    for name in of_the_model | {"sft.jsonl", "sft.toml", "summary.json", "README.md", "pytorch_model.bin"}:
+        (base / name).write_text("{{ messages }}")
     with torch.no_grad():
         model.lm_head.weight += 1.0
     save_final(tmp_path / "checkpoints", model, base)
@@ -372,4 +381,5 @@ def test_the_final_checkpoint_is_a_hugging_face_folder(tmp_path: Path) -> None:
         AutoTokenizer.from_pretrained(final)("12=")["input_ids"]
         == AutoTokenizer.from_pretrained(base)("12=")["input_ids"]
     )
-    assert (final / "chat_template.jinja").exists()
+    written = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in final.iterdir()} == written | of_the_model
