@@ -56,27 +56,19 @@ class VllmSettings(Section):
         return {name: value for name, value in self.model_dump().items() if value is not None}
 
 
-_MODEL = "the run's model is the one that is trained and published: set model.path"
 _BY = "another setting says it: {}"
 _ONE_CORE = "a version is committed in one engine core, for all of its ranks at once: start more engines (servers)"
-_SAMPLED = "logprobs must be those of the distribution that was sampled from, which the trainer computes again"
-_WEIGHTS = "the weight bus replaces weights in place, and must be the only one that moves them"
-_OWN = "rollmesh sets it, for its calls between two steps"
+
+
+def _each(names: str, why: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), why)
+
 
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            *("model", "model_weights", "tokenizer", "hf_config_path", "served_model_name", "revision"),
-            *(
-                "code_revision",
-                "tokenizer_revision",
-                "hf_token",
-                "hf_overrides",
-                "model_class_overrides",
-                "download_dir",
-            ),
-        ),
-        _MODEL,
+    **_each(
+        "model model_weights tokenizer hf_config_path served_model_name revision code_revision tokenizer_revision "
+        "hf_token hf_overrides model_class_overrides download_dir",
+        "the run's model is the one that is trained and published: set model.path",
     ),
     "dtype": _BY.format("model.dtype"),
     "seed": _BY.format("seed; each server has one of its own"),
@@ -86,42 +78,27 @@ REFUSED: Mapping[str, str] = {
     "enable_prefix_caching": _BY.format("rollout.kv_policy"),
     "device_ids": _BY.format("placement.devices"),
     "otlp_traces_endpoint": _BY.format("telemetry.traces"),
-    **dict.fromkeys(
-        (
-            *("pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "node_rank", "master_addr"),
-            *("master_port", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local"),
-            *(
-                "data_parallel_address",
-                "data_parallel_rpc_port",
-                "data_parallel_hybrid_lb",
-                "data_parallel_external_lb",
-            ),
-            *("data_parallel_multi_port_external_lb", "data_parallel_backend"),
-        ),
+    **_each(
+        "pipeline_parallel_size prefill_context_parallel_size nnodes node_rank master_addr master_port "
+        "data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address "
+        "data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb "
+        "data_parallel_backend",
         _ONE_CORE,
     ),
-    **dict.fromkeys(
-        (
-            *("logprobs_mode", "logits_processors", "generation_config", "override_generation_config"),
-            *("runner", "convert", "pooler_config", "diffusion_config", "watermark_config"),
-        ),
-        _SAMPLED,
+    **_each(
+        "logprobs_mode logits_processors generation_config override_generation_config runner convert pooler_config "
+        "diffusion_config watermark_config",
+        "logprobs must be those of the distribution that was sampled from, which the trainer computes again",
     ),
-    **dict.fromkeys(
-        (
-            *("weight_transfer_config", "enable_sleep_mode", "sleep_mode_offload_cudagraph", "enable_cumem_allocator"),
-            *("sleep_preserve_parameter_names", "enable_eplb", "eplb_config", "enable_elastic_ep"),
-            *("elastic_ep_max_dp_size", "enable_lora"),
-        ),
-        _WEIGHTS,
+    **_each(
+        "weight_transfer_config enable_sleep_mode sleep_mode_offload_cudagraph enable_cumem_allocator "
+        "sleep_preserve_parameter_names enable_eplb eplb_config enable_elastic_ep elastic_ep_max_dp_size enable_lora",
+        "the weight bus replaces weights in place, and must be the only one that moves them",
     ),
-    **dict.fromkeys(
-        (
-            *("skip_tokenizer_init", "tokenizer_mode", "tokens_only", "worker_cls", "worker_extension_cls"),
-            *("distributed_executor_backend", "scheduling_policy", "scheduler_cls", "disable_log_stats"),
-            *("use_tqdm_on_load", "ir_op_priority", "io_processor_plugin"),
-        ),
-        _OWN,
+    **_each(
+        "skip_tokenizer_init tokenizer_mode tokens_only worker_cls worker_extension_cls distributed_executor_backend "
+        "scheduling_policy scheduler_cls disable_log_stats use_tqdm_on_load ir_op_priority io_processor_plugin",
+        "rollmesh sets it, for its calls between two steps",
     ),
     "kv_transfer_config": "keys and values of another engine may be of another version",
     "kv_events_config": "nobody reads them",
