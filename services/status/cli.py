@@ -82,12 +82,20 @@ async def _collect(
     import httpx
 
     from services.run_store.client import check_reachable, connect
-    from services.status.collector import StatusCollector, find_run
+    from services.status.collector import NoRunYetError, StatusCollector, find_run
 
     await check_reachable(redis_url)
     redis = connect(redis_url)
     try:
-        run = await find_run(redis, run_id)
+        while True:
+            try:
+                run = await find_run(redis, run_id)
+                break
+            except NoRunYetError as error:
+                sys.stderr.write(f"rollmesh: {error}\n")
+                if every_s is None:
+                    return True
+                await asyncio.sleep(every_s)
         async with httpx.AsyncClient(trust_env=False, verify=trust.verify) as http:
             collector = StatusCollector(redis, run, http, also, trust=trust)
             concluded = False

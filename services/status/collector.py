@@ -336,10 +336,15 @@ _WITHIN_S = 5.0
 _MARK = "*"
 
 
+class NoRunYetError(UsageError):
+    """Redis knows no run at all: one that starts is known from its first service on."""
+
+
 async def find_run(redis: Redis, run_id: str | None) -> str:
     """The run that was named, or the only one that Redis knows.
 
-    Raises UsageError where there is no such run, or no telling which; DeadlineError where Redis does not answer.
+    Raises UsageError where there is no such run, or no telling which, NoRunYetError where there is none and none was
+    named; DeadlineError where Redis does not answer.
     """
     try:
         async with asyncio.timeout(_WITHIN_S):
@@ -351,6 +356,10 @@ async def find_run(redis: Redis, run_id: str | None) -> str:
     shown = ", ".join(known) or "none"
     if run_id is not None:
         raise UsageError(f"Redis knows no run {run_id!r}", f"known: {shown}")
+    if not known:
+        raise NoRunYetError(
+            "Redis knows no run yet", "one that starts is known from its first service on: look again then"
+        )
     if len(known) != 1:
         raise UsageError(f"Redis knows {len(known)} runs", f"name one with --run-id; known: {shown}")
     return known[0]

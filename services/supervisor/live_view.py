@@ -129,7 +129,7 @@ def _facts(snapshot: Snapshot, steps: int, k: int) -> list[tuple[str, str]]:
         ("length", f"{metrics.response_length:.1f}"),
         ("tokens/s", f"{metrics.tokens_per_s:,.0f}"),
         ("staleness", f"{metrics.staleness_mean:.2f} (max {metrics.staleness_max} of {k})"),
-        ("stall", "–" if stall is None else f"{stall:.1f} ms"),
+        ("commit", f"{metrics.flip_ms:.1f} ms" + ("" if stall is None else f", gap {stall:.1f} ms")),
         ("served", " ".join(f"{engine.server_id}:v{engine.policy_version}" for engine in snapshot.engines) or "–"),
         *(_evaluating(snapshot, "after") if metrics.step >= steps and "trainer" not in snapshot.waits else []),
     ]

@@ -39,7 +39,7 @@ from services.supervisor.devices import NOWHERE, environments_here
 from services.supervisor.launch_plan import LaunchPlan, PortReservation, plan_launch, write_users
 from services.supervisor.live_view import Observer, View, read_engine
 from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper, Say, ServiceFailedError
-from services.supervisor.summary import Summary, read_report, summarise, write_summary
+from services.supervisor.summary import Summary, flips_of, read_report, summarise, write_summary
 from services.wire.errors import UNDECODABLE, RollmeshError
 from services.wire.run_metrics import EvaluationReport, TrainerReport
 
@@ -308,6 +308,7 @@ class Mesh:
             began_at=self._began_at,
             ended_at=time.time(),
             restarts=sum(managed.restarts for managed in processes.everyone),
+            flips_ms=flips_of(self._folder.metrics),
         )
         write_summary(self._folder, summary)
         return summary

@@ -10,14 +10,14 @@ from typing import TypeVar
 import msgspec
 
 from services.config.settings import RunSettings
-from services.host.files import write_whole
+from services.host.files import LineTail, write_whole
 from services.host.run_folder import RunFolder
 from services.policies.training.evaluation import interval, ks_of, pass_at, success_of
 from services.run_store.evaluations import point_of
 from services.run_store.ledger import Accounts
 from services.wire.errors import UNDECODABLE, WireError
 from services.wire.rollout_api import EngineReport, Evaluation
-from services.wire.run_metrics import EvaluationPoint, EvaluationReport, TaskReport, TrainerReport
+from services.wire.run_metrics import EvaluationPoint, EvaluationReport, TaskReport, TrainerReport, decode_step_metrics
 
 ReportT = TypeVar("ReportT")
 
@@ -74,8 +74,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     mixed_segments: int
     """Segments whose sampled tokens carry more than one policy version: a commit happened inside them."""
     commits: int
+    flip_ms_p50: float | None
+    flip_ms_max: float | None
+    """How long the slowest engine generated nothing for an update. None where no step has seen one."""
     stall_ms_p50: float | None
     stall_ms_max: float | None
+    """Longest gap between tokens around an update, less a usual one: the prefill of groups that it lets in is in it."""
     weights_digest_match: bool
     final_version: int
     trajectories_published: int
@@ -111,8 +115,10 @@ def summarise(
     began_at: float,
     ended_at: float,
     restarts: int,
+    flips_ms: Sequence[float] = (),
 ) -> Summary:
     """Put the figures together; `began_at` and `ended_at` in Unix seconds. With several engines, counts are sums.
+    `flips_ms`: of the updates, `flips_of`.
 
     Raises WireError for a trainer that made no step.
     """
@@ -148,6 +154,8 @@ def summarise(
         logprob_gap_mean=trainer.logprob_gap_mean,
         mixed_segments=trainer.mixed_segments,
         commits=sum(engine.commits for engine in engines),
+        flip_ms_p50=round(statistics.median(flips_ms), 3) if flips_ms else None,
+        flip_ms_max=round(max(flips_ms), 3) if flips_ms else None,
         stall_ms_p50=round(statistics.median(stalls), 3) if stalls else None,
         stall_ms_max=round(max(stalls), 3) if stalls else None,
         weights_digest_match=trainer.weights_digest_match,
@@ -160,6 +168,12 @@ def summarise(
         warnings=trainer.warnings,
         http_ms_per_step=round(1e3 * sum(engine.http_cpu_s for engine in engines) / max(1, trainer.steps), 3),
     )
+
+
+def flips_of(metrics: Path) -> list[float]:
+    """`flip_ms` of the steps of metrics.jsonl that saw an update."""
+    lines = map(decode_step_metrics, LineTail(metrics).new_lines())
+    return [line.flip_ms for line in lines if line is not None and line.flip_ms > 0]
 
 
 def _change(of: TaskReport, samples: int) -> TaskChange:
@@ -197,8 +211,12 @@ def closing_lines(folder: RunFolder, summary: Summary) -> list[str]:
     """The summary for people, a line a fact."""
     gap = "–" if summary.logprob_gap_mean is None else f"{summary.logprob_gap_mean:.1e}"
     dropped = ", ".join(f"{count} {cause}" for cause, count in sorted(summary.dropped_by_cause.items())) or "none"
-    stall = (
-        "–" if summary.stall_ms_p50 is None else f"{summary.stall_ms_p50:.1f} ms p50, {summary.stall_ms_max:.1f} max"
+    flip, stall = (
+        "–" if half is None else f"{half:.1f} ms p50, {most:.1f} max"
+        for half, most in (
+            (summary.flip_ms_p50, summary.flip_ms_max),
+            (summary.stall_ms_p50, summary.stall_ms_max),
+        )
     )
     rows = {
         "success, held out": f"{_success(summary.success_before, summary.success_interval_before)} → "
@@ -212,7 +230,9 @@ def closing_lines(folder: RunFolder, summary: Summary) -> list[str]:
         "optimizer steps": f"{summary.steps}, the first after {summary.first_step_s:.1f} s, all in {summary.wall_s:.1f} s",
         "tokens": f"{summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained",
         "staleness": f"{summary.mean_staleness:.2f} mean, {summary.max_staleness} max (K = {summary.k})",
-        "weight commits": f"{summary.commits}, stall {stall}; {summary.mixed_segments} answers hold tokens of two versions",
+        "weight commits": f"{summary.commits}, each held up generation for {flip}; "
+        f"{summary.mixed_segments} answers hold tokens of two versions",
+        "gap at a commit": f"{stall} above a usual one between tokens, the prefill of new groups included",
         "weights at the end": "equal, byte for byte" if summary.weights_digest_match else "NOT EQUAL to the trainer's",
         "logprob gap": f"{gap} mean |engine − trainer|",
         "trajectories": f"{summary.trajectories_published:,} published = {summary.trajectories_trained:,} trained "

@@ -192,6 +192,9 @@ async def test_a_run_that_starts_is_well_and_says_what_is_not_ready(
 async def test_watching_ends_with_the_run_and_its_redis(run_id: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
         url = stack.enter_context(running_valkey(tmp_path)).url
+        early = await asyncio.to_thread(run_command, ["status", "--redis-url", url])
+        assert (early.code, early.out) == (0, "")
+        assert "Redis knows no run yet" in early.err
         redis = connect(url)
         await Ledger(redis, run_id).begin(0)
         command = [*COMMAND, "status", "--run-id", run_id, "--redis-url", url, "--watch", "--every", "0.2"]

@@ -291,6 +291,7 @@ def test_the_summary_has_the_promised_keys_and_sums_over_engines(tmp_path: Path)
         began_at=100.0,
         ended_at=150.0,
         restarts=0,
+        flips_ms=[0.8, 1.4, 1.0],
     )
     promised = (
         "seed engine steps k success_before success_after wall_s first_step_s tokens_generated tokens_trained "
@@ -305,6 +306,9 @@ def test_the_summary_has_the_promised_keys_and_sums_over_engines(tmp_path: Path)
     write_summary(folder, summary)
     assert '"success_after": 0.98' in folder.summary.read_text()
     lines = closing_lines(folder, summary)
+    told = {line.partition("  ")[0]: line for line in lines}
+    assert "each held up generation for 1.0 ms p50, 1.4 max" in told["weight commits"]
+    assert "2.0 ms p50, 3.0 max above a usual one" in told["gap at a commit"]
     assert lines[0].endswith("20% (11% to 33%) → 98% (90% to 100%)")
     assert lines[1:3] == [
         "  easy              100% (72% to 100%) → 100% (72% to 100%)",
