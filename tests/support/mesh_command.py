@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -162,7 +163,11 @@ def end_by(mesh: Running, which: signal.Signals) -> Finished:
     assert shared_memory_files(run_id) == []
     for port in ports:
         with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", port)) != 0, f"somebody still listens on {port}"
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                # Free since the run ended, it may be another test's by now.
+                others = who_listens(port)
+                assert others, f"somebody still listens on {port}"
+                assert not any(run_id in words or str(mesh.run_dir) in words for words in others), others
     return done
 
 
@@ -174,6 +179,16 @@ def listening(processes: Sequence[psutil.Process]) -> set[int]:
             if connection.status == psutil.CONN_LISTEN:
                 ports.add(connection.laddr.port)
     return ports
+
+
+def who_listens(port: int) -> list[str]:
+    """Command lines of all processes that listen on a port of loopback."""
+    found = []
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(" ".join(psutil.Process(connection.pid).cmdline()))
+    return found
 
 
 def left_behind(processes: Sequence[psutil.Process], deadline_s: float = 10.0) -> list[str]:

@@ -24,6 +24,7 @@ from services.http.app import Stop
 from services.rewards.app import make_rewards_app
 from services.run_store.client import check_reachable, connect, reached_by
 from services.run_store.discovery import ServiceRecord, ServiceRegistry, announced
+from services.run_store.ledger import Ledger
 from services.security.tls import Tls
 from services.wire.errors import UntrustedError
 from tests.conftest import free_port
@@ -206,6 +207,7 @@ async def test_redis_is_spoken_to_over_tls(place: Place, certificates: Certifica
         redis = connect(reached)
         try:
             assert await redis.ping()
+            await Ledger(redis, place.run_id).begin(0)
         finally:
             await redis.aclose()
         began = time.monotonic()

@@ -33,7 +33,7 @@ async def test_killed_stopped_and_restarted_a_run_ends_with_the_same_bytes(mesh:
         await mesh.writer.publish(batch)
     first = mesh.trainer()
     await mesh.until(3, first)
-    assert (await mesh.waits())["trainer"] == f"the batch of step 4: {GROUPS} of {GROUPS} groups"
+    assert (await mesh.waits())["trainer"] == f"the batch of step 4: groups 0/{GROUPS} ready"
     first.send_signal(signal.SIGKILL)
     await ended(first)
     (mesh.run_dir / "metrics.jsonl").open("ab").write(b'{"torn')
@@ -130,7 +130,7 @@ async def test_several_steps_a_batch_are_made_again_and_published_once(mesh: Tra
         await mesh.writer.publish(part)
     first = mesh.trainer()
     await mesh.until(2, first)
-    assert (await mesh.waits())["trainer"] == f"the batch of steps 3 to 4: {GROUPS} of {2 * GROUPS} groups"
+    assert (await mesh.waits())["trainer"] == f"the batch of steps 3 to 4: groups {GROUPS}/{2 * GROUPS} ready"
     await eventually(lambda: mesh.engine.receiver.version == 2, deadline_s=30)
     first.send_signal(signal.SIGKILL)
     await ended(first)
@@ -174,7 +174,7 @@ async def test_epochs_of_muon_on_a_schedule_are_made_again_and_each_trajectory_c
         await mesh.writer.publish(part)
     first = mesh.trainer()
     await mesh.until(4, first)
-    assert (await mesh.waits())["trainer"] == f"the batch of steps 5 to 8: {2 * GROUPS} of {2 * GROUPS} groups"
+    assert (await mesh.waits())["trainer"] == f"the batch of steps 5 to 8: groups 0/{2 * GROUPS} ready"
     await eventually(lambda: mesh.engine.receiver.version == 4, deadline_s=30)
     first.send_signal(signal.SIGKILL)
     await ended(first)
