@@ -64,6 +64,7 @@ def rollout_server(
 
     begin_again_with_tunables()
 
+    from services.config.checks import check_engine
     from services.host.engine_choice import choose_engine
     from services.host.process import heavy_imports
     from services.host.vllm_arguments import check_arguments
@@ -86,7 +87,8 @@ def rollout_server(
     settings, keys, tls = context.settings, context.keys, context.tls
     name = _chosen(engine or choose_engine(settings.engine), url, engine_key_file)
     # Before anything slow.
-    check_arguments(settings.rollout.vllm.arguments(), name)
+    check_engine(settings, name)
+    check_arguments(settings.rollout.vllm.arguments())
     bus_key = keys.peer if bus_key_file is None else read_key(bus_key_file)
     engine_key = None if engine_key_file is None else read_key(engine_key_file)
     own_url = tls.own_url(host, port, own_url)
@@ -172,7 +174,7 @@ def vllm_serve(
 
     settings = load_settings(config, [])
     choose_engine("vllm")
-    check_arguments(settings.rollout.vllm.arguments(), "vllm")
+    check_arguments(settings.rollout.vllm.arguments())
     if not is_complete(model):
         raise UsageError(f"{model} is no model folder (no config.json)", "give a Hugging Face folder")
     name = engine_id or f"vllm-{host}-{port}"

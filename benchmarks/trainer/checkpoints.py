@@ -3,7 +3,7 @@
 copy       in this process: `Saving.begin` with the last checkpoint written ÷ one copy of as many bytes
 slow disk  a paced mesh whose trainer writes each checkpoint 20 times as long as the disk takes (`slow_disk`),
            beside one that writes none: lines of metrics that are late, memory of the trainer's process at its
-           largest between two checkpoints. All answers are equally long, or the arms' batches would differ
+           largest. All answers are equally long, or the arms' batches would differ
 """
 
 from __future__ import annotations
@@ -119,12 +119,9 @@ class Watched:
         arrived = self.arrived[-len(ended) :]
         return max(sum(end <= there for end in ended[place + 1 :]) for place, there in enumerate(arrived))
 
-    def held(self) -> float:
-        """Bytes: the largest memory between two checkpoints, or as many steps, in the median over all but the first."""
-        spans: dict[int, int] = {}
-        for lines, peak in self.peaks.items():
-            spans[lines // EVERY] = max(spans.get(lines // EVERY, 0), peak)
-        return statistics.median(peak for span, peak in spans.items() if span)
+    def held(self) -> int:
+        """Bytes: the largest memory from the first checkpoint on, or from as many steps on."""
+        return max(peak for lines, peak in self.peaks.items() if lines >= EVERY)
 
 
 async def measure_slow_disk(rounds: int, say: Callable[[str], None], steps: int = STEPS) -> Measured:

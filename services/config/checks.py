@@ -64,6 +64,30 @@ def _refuse_idle_curriculum(settings: RunSettings) -> None:
             )
 
 
+def check_engine(settings: RunSettings, engine: str) -> None:
+    """Raises UsageError for settings that `engine` (torch, vllm, http) does not read, or cannot do.
+
+    Which arguments the installed vLLM has, `services.host.vllm_arguments` says.
+    """
+    given = settings.rollout.vllm.arguments()
+    if given and engine != "vllm":
+        raise UsageError(
+            f"rollout.vllm.{next(iter(given))} is not read by engine {engine}",
+            "leave [rollout.vllm] out, or set engine=vllm",
+        )
+    if engine != "torch":
+        return
+    if settings.rollout.tensor_parallel > 1:
+        raise UsageError(
+            f"engine torch cannot split a model over {settings.rollout.tensor_parallel} ranks", "use --engine vllm"
+        )
+    if settings.weights.shadow != "device":
+        raise UsageError(
+            f"weights.shadow={settings.weights.shadow} is not read by engine torch",
+            "leave it out, or use --engine vllm",
+        )
+
+
 def _refuse_idle_broadcasts(settings: RunSettings) -> None:
     weights = settings.weights
     if "broadcast_host" in changed_fields(weights) and weights.transport != "nccl":

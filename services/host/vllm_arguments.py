@@ -37,14 +37,9 @@ def installed_arguments() -> frozenset[str] | None:
     return None
 
 
-def check_arguments(given: Mapping[str, object], engine: str) -> None:
-    """Raises UsageError for engine arguments of vLLM's (`[rollout.vllm]`) that `engine` does not read, and, where vLLM is
-    installed here, for one that it has not, with the nearest name."""
-    if given and engine != "vllm":
-        raise UsageError(
-            f"rollout.vllm.{next(iter(given))} is not read by engine {engine}",
-            "leave [rollout.vllm] out, or set engine=vllm",
-        )
+def check_arguments(given: Mapping[str, object]) -> None:
+    """Raises UsageError for engine arguments (`[rollout.vllm]`) that the vLLM which is installed here has not, with the
+    nearest name."""
     if given:
         check_names(given, installed_arguments())
 

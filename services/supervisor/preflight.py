@@ -14,6 +14,7 @@ from pathlib import Path
 import structlog
 
 from services.config.base import changed_fields
+from services.config.checks import check_engine
 from services.config.fitting import annotated, as_begun, fit, read_facts
 from services.config.load import dump_settings, load_settings
 from services.config.settings import RunSettings, TrainerSettings
@@ -98,6 +99,8 @@ async def preflight(settings: RunSettings, keys: KeyPlaces, *, trainer: bool = T
     Raises UsageError, with nothing left behind, for environment variables in which the run cannot work.
     """
     engine = choose_engine(settings.engine)
+    check_engine(settings, engine)
+    check_arguments(settings.rollout.vllm.arguments())
     settings, added = await with_algorithm(find_tasks(settings))
     settings = await asyncio.to_thread(with_model_folder, settings)
     check_first_policy(settings)
@@ -111,7 +114,6 @@ async def preflight(settings: RunSettings, keys: KeyPlaces, *, trainer: bool = T
     settings, found = fitted(settings)
     await _check_surroundings(settings, keys)
     settings = settings.model_copy(update={"engine": engine})
-    check_arguments(settings.rollout.vllm.arguments(), engine)
     placement = await find_placement(settings, gpu=has_gpu(), trainer=trainer)
     share = share_of_engines(settings, placement)
     if engine == "vllm" and share is not None:

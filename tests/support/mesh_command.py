@@ -61,13 +61,13 @@ class Running:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def service(self, command: str) -> psutil.Process:
-        """The process of one of our commands, such as `train`, or Valkey's."""
+        """The process of one of our commands, such as `train`, of a module of ours, or Valkey's."""
         for process in self.descendants():
             try:
                 words = process.cmdline()
             except psutil.Error:
                 continue  # it ended a moment ago
-            if ("services" in words and command in words) or command in process.name():
+            if ("-m" in words and command in words) or command in process.name():
                 return process
         raise AssertionError(f"no process runs {command!r}")
 

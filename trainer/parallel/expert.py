@@ -26,6 +26,7 @@ from transformers.distributed.tensor_parallel import (
 )
 
 from services.wire.errors import UsageError
+from trainer.parallel.gradients import on_the_way
 
 _DISPATCH, _CUT = "ep_dispatch_experts", "grouped_gemm"
 
@@ -73,20 +74,7 @@ def experts_on(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
 def averaged(experts: nn.Module, ranks: int) -> None:
     """Whenever `experts` are called, the gradient of their weights is divided by `ranks`: of the sum over those that send
     them tokens it becomes the mean."""
-    forward = experts.forward
-
-    def averaging(*arguments: Any, **keywords: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*arguments, **keywords)
-        # Read here: while a sharded model computes, its weights are other objects.
-        own = dict(experts.named_parameters(recurse=False))
-        experts._parameters.update({name: _Divided.apply(each, ranks) for name, each in own.items()})  # type: ignore[no-untyped-call]
-        try:
-            return forward(*arguments, **keywords)
-        finally:
-            experts._parameters.update(own)
-
-    experts.forward = averaging
+    on_the_way(experts, lambda weight: _Divided.apply(weight, ranks))  # type: ignore[no-untyped-call]
 
 
 class _Divided(torch.autograd.Function):

@@ -1,11 +1,13 @@
-"""The norm of a gradient whose parts are on ranks of several meshes, and its bound.
+"""Gradients over ranks: the norm of one whose parts are on ranks of several meshes, and its bound; and what is to become of
+a gradient on its way to a module's own weights.
 
 ‖g‖² = Σ over tensors ‖g_i‖²        ‖g_i‖² = Σ over the ranks that hold parts of it; what ranks hold copies of counts once
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,3 +56,24 @@ def _holders(gradient: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
         raise ValueError(f"a gradient is not summed over {gradient.device_mesh}: {gradient.placements}")
     cut = tuple(number for number, placement in enumerate(gradient.placements) if not placement.is_replicate())
     return (gradient.device_mesh, cut) if cut else None
+
+
+def on_the_way(module: nn.Module, seen: Callable[[Tensor], Tensor]) -> None:
+    """Whenever `module` is called with gradients, it computes with `seen(weight)` in place of each weight of its own.
+
+    `seen` gives the same numbers, and does in its backward pass what is to be done to the gradient.
+    """
+    forward = module.forward
+
+    def called(*arguments: Any, **keywords: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*arguments, **keywords)
+        # Read here: while a sharded model computes, its weights are other objects.
+        own = dict(module.named_parameters(recurse=False))
+        module._parameters.update({name: seen(each) for name, each in own.items()})  # type: ignore[misc]
+        try:
+            return forward(*arguments, **keywords)
+        finally:
+            module._parameters.update(own)
+
+    module.forward = called

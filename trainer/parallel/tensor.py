@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism, replace_layer_number_by_wildcard
 
 from services.wire.errors import UsageError
+from trainer.parallel.gradients import on_the_way
 
 _SUMMED = "replicated_with_grad_allreduce"
 """Weights of what sees only heads of its rank. `transformers` sums their gradient over the ranks after a pass, and with it
@@ -110,9 +111,10 @@ def tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, without: Iterable[
         raise UsageError(
             f"trainer.parallel.tensor={mesh.size()}: {error}", "set it to a number that divides this"
         ) from error
+    group = mesh.get_group()
     for module, name in names.items():
         if replace_layer_number_by_wildcard(name) in summed:
-            _sum_gradients(module, mesh.get_group())
+            on_the_way(module, lambda weight: _Summed.apply(weight, group))  # type: ignore[no-untyped-call]
     if tied:
         # Not by `tie_weights`, which a loader calls: it need not know of this mesh.
         head._parameters["weight"] = embedding._parameters["weight"]
@@ -159,23 +161,6 @@ def _check_even(model: PreTrainedModel, mesh: DeviceMesh) -> None:
                 f"trainer.parallel.tensor={mesh.size()}: {name} has {size} to be cut, which does not divide",
                 f"set trainer.parallel.tensor to a divisor of {size}",
             )
-
-
-def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Whenever `module` is called, the gradient of its own parameters is that of all ranks' calls."""
-    forward = module.forward
-
-    def summing(*arguments: Any, **keywords: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*arguments, **keywords)
-        own = dict(module.named_parameters(recurse=False))
-        module._parameters.update({name: _Summed.apply(each, group) for name, each in own.items()})  # type: ignore[no-untyped-call]
-        try:
-            return forward(*arguments, **keywords)
-        finally:
-            module._parameters.update(own)
-
-    module.forward = summing
 
 
 class _Summed(torch.autograd.Function):

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from rollout_server.engines.vllm.arguments import Plan, Platform, arguments, command_line, environment
+from services.config.checks import check_engine
 from services.config.engines.vllm import REFUSED, VllmSettings
 from services.config.load import dump_settings, load_settings
+from services.config.settings import RunSettings
 from services.host.vllm_arguments import check_arguments, check_names, installed_arguments
 from services.wire.errors import UsageError
 from tests.support.mesh_command import run_command
@@ -137,7 +139,7 @@ def test_names_are_those_of_the_installed_vllm() -> None:
     assert not REFUSED.keys() - known
     assert not VllmSettings.model_fields.keys() - known
     with pytest.raises(UsageError, match=r"gpu_memory_utilisation is no engine argument .* 'gpu_memory_utilization'"):
-        check_arguments({"gpu_memory_utilisation": 0.9}, "vllm")
+        check_arguments({"gpu_memory_utilisation": 0.9})
 
 
 @pytest.mark.parametrize(
@@ -162,9 +164,11 @@ def test_what_would_break_a_promise_is_refused_with_the_reason(setting: str, why
 
 
 def test_a_section_that_its_engine_does_not_read_is_refused() -> None:
-    check_arguments(VllmSettings().arguments(), "torch")
+    check_engine(RunSettings(), "torch")
+    settings = load_settings(None, ["rollout.vllm.max_model_len=64"])
+    check_engine(settings, "vllm")
     with pytest.raises(UsageError, match=r"rollout\.vllm\.max_model_len is not read by engine torch"):
-        check_arguments(VllmSettings(max_model_len=64).arguments(), "torch")
+        check_engine(settings, "torch")
 
 
 def test_settings_keep_what_they_do_not_know(tmp_path: Path) -> None:

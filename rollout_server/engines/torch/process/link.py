@@ -144,7 +144,7 @@ class Moment(msgspec.Struct, frozen=True, tag="moment"):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """`value`: of the question's own type; what it is worth nothing where there is a `failure`."""
+    """`value`: what the question says; None where there is a `failure`."""
 
     number: int
     value: msgspec.Raw

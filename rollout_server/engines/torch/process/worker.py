@@ -26,7 +26,6 @@ from rollout_server.engines.torch.process.link import (
     Ask,
     Commit,
     Crashed,
-    Drop,
     FailedRequest,
     Failure,
     Generated,
@@ -96,8 +95,10 @@ class Worker:
         try:
             await self._lost.wait()
         finally:
-            for task in [telling, *self._asking]:
+            ending = [telling, *self._asking]
+            for task in ending:
                 task.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
             if not isinstance(self._core, RollmeshError):
                 await self._core.close()
 
@@ -105,7 +106,7 @@ class Worker:
         """What a decode step has generated (`Outcomes`)."""
         deltas = [each for each in outcomes if isinstance(each, GenerationDelta)]
         failed = [FailedRequest.of(each) for each in outcomes if isinstance(each, RequestFailed)]
-        self._send(Generated(deltas, failed, self._moment(stalls=False)))
+        self._send(Generated(deltas, failed, self._moment()))
 
     def fail_all(self, error: RollmeshError) -> None:
         self._send(Crashed(Failure.of(error)))
@@ -116,12 +117,13 @@ class Worker:
             self._asking.add(task)
             task.add_done_callback(self._asking.discard)
             return
-        # Of a core that has crashed the server has been told.
-        with suppress(RollmeshError):
-            if isinstance(message, Submit):
+        if isinstance(message, Submit):
+            try:
                 self._made().submit(message.request)
-            elif isinstance(message, Drop):
-                self._made().drop(message.request_id)
+            except RollmeshError as error:
+                self.deliver([RequestFailed(message.request.request_id, error)])
+        else:
+            self._made().drop(message.request_id)
 
     def _on_lost(self) -> None:
         self._lost.set()
@@ -163,9 +165,9 @@ class Worker:
             raise self._core
         return self._core
 
-    def _moment(self, *, stalls: bool = True) -> Moment:
+    def _moment(self) -> Moment:
         status = NOT_STARTED if isinstance(self._core, RollmeshError) else self._core.status()
-        news = status.stalls_ms if stalls and status.stalls_ms != self._stalls_told else None
+        news = status.stalls_ms if status.stalls_ms != self._stalls_told else None
         if news is not None:
             self._stalls_told = news
         self._last = Moment(replace(status, stalls_ms=[]), news)

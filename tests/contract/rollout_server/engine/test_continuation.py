@@ -99,7 +99,8 @@ async def test_a_continuation_of_nothing_is_refused(case: EngineCase, absurd: di
 
 @pytest.mark.parametrize("n", [1, 3])
 async def test_deltas_come_in_steps_and_lose_nothing(case: EngineCase, n: int) -> None:
-    plain = request(prompts(1, seed=65)[0], 50, n=n, temperature=0.0, ignore_eos=True, top_logprobs=2)
+    # So many tokens take several times as long as they may be gathered into one delta.
+    plain = request(prompts(1, seed=65)[0], 200, n=n, temperature=0.0, ignore_eos=True, top_logprobs=2)
     expected = await case.one(plain)
     stepwise = dataclasses.replace(plain, request_id=f"{plain.request_id}-steps", stream=True, delta_every=8)
     reading = InFlight(stepwise.request_id)
@@ -112,7 +113,7 @@ async def test_deltas_come_in_steps_and_lose_nothing(case: EngineCase, n: int) -
         assert sample.token_ids == whole.token_ids
         assert sample.finish_reason == whole.finish_reason == "length"
         assert sample.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
-        assert sample.top_logprobs is not None and len(sample.top_logprobs) == 50
+        assert sample.top_logprobs is not None and len(sample.top_logprobs) == 200
 
 
 async def test_an_aborted_request_hands_out_what_its_steps_held_back(case: EngineCase) -> None:
