@@ -28,6 +28,7 @@ from clients.runner.files import write_whole
 from clients.runner.groups import evaluate_group
 from clients.runner.tasks import TaskInPlay
 from clients.runner.text_episodes import Played
+from services.policies.training.evaluation import interval
 from services.wire.errors import CapacityError, ConflictError, NotReadyError, RollmeshError
 from services.wire.rollout_api import EvaluationAnswers, OpenGroup, SamplingBody
 from services.wire.run_metrics import EvaluationReport, TaskReport
@@ -79,8 +80,11 @@ class Measured(BaseModel):
     def in_words(self) -> dict[str, object]:
         """For the log."""
         by_task = {each.task: round(sum(each.solved) / len(each.solved) / self.samples, 3) for each in self.tasks}
-        told = {"success": self.success, "mean_length": self.mean_length}
-        return {**told, "by_task": by_task} if by_task else {**told}
+        told: dict[str, object] = {"success": self.success, "mean_length": self.mean_length}
+        if self.solved:
+            found = interval(self.solved, self.samples)
+            told["interval"] = f"{found.low:.3f} to {found.high:.3f}"
+        return {**told, "by_task": by_task} if by_task else told
 
 
 async def evaluate_all(

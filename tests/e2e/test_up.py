@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,9 +25,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("up")
     run_dir, cache = folder / "run", folder / "warm-starts"
     arguments = ["up", "--seed", "1", "--engine", "torch", "--run-dir", str(run_dir), f"warm_start.cache_dir={cache}"]
+    before = time.time()
     done = run_command(arguments, deadline_s=240.0)
+    took_s = time.time() - before
     assert done.code == 0, f"{done.out}\n{done.err}"
     assert str(run_dir / "curves.png") in done.out
+    summary = summary_of(run_dir)
+    assert 0 < summary["first_step_s"] < summary["wall_s"] <= took_s, "counted from the command on, and nothing before"
     assert processes_of_runs_in(run_dir) == []
     return run_dir
 

@@ -113,3 +113,10 @@ def test_what_is_due_grows_and_is_served(every: int, served: list[int]) -> None:
     assert done == sorted(set(done)) and all(version % every == 0 and version > 0 for version in done)
     expected = {version // every * every for version in served} - {0} if every else set()
     assert set(done) == expected
+
+
+def test_the_log_tells_a_success_with_its_interval() -> None:
+    told = FOUND.in_words()
+    assert told["success"] == 0.5
+    low, high = (float(bound) for bound in str(told["interval"]).split(" to "))
+    assert 0.0 < low < 0.1 and 0.9 < high < 1.0, "two problems tell little"
