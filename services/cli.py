@@ -9,11 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import version
+from itertools import groupby
+from pathlib import Path
 
 import structlog
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from services.host.cores import keep_to_cores
 from services.host.process import collect_seldom, leave_quickly
@@ -26,10 +29,14 @@ HEAVY = ("torch", "transformers", "vllm", "nixl_cu12")
 
 @dataclass(frozen=True)
 class Command:
-    """`target` is `module:attribute`; the attribute is a Typer application or another Dispatcher."""
+    """`target` is `module:attribute`; the attribute is a Typer application or another Dispatcher.
+
+    `group`: the heading in the list of commands that it stands below; none in a short list.
+    """
 
     target: str
     summary: str
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class Dispatcher:
                 return target.run(rest)
             run_id = os.environ.get("ROLLMESH_RUN_ID") or _named_run(rest)
             configure_logging(os.environ.get("ROLLMESH_SERVICE", name), run_id=run_id)
-            typer.main.get_command(target).main(args=rest, prog_name=f"{self.prog} {name}")
+            in_one_style(typer.main.get_command(target)).main(args=rest, prog_name=f"{self.prog} {name}")
         except RollmeshError as error:
             return fail(str(error), error.exit_code)
         except ModuleNotFoundError as error:
@@ -74,11 +81,33 @@ class Dispatcher:
     def _print_help(self) -> None:
         console = Console()
         console.print(f"Usage: {self.prog} COMMAND [OPTIONS]\n\n  {self.summary}\n")
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
-        for name, command in self.commands.items():
-            table.add_row(f"  {name}", command.summary)
-        console.print(table)
-        console.print(f"\nExample: {self.example}\n`{self.prog} COMMAND --help` says more.")
+        widest = max(map(len, self.commands))
+        for group, commands in groupby(self.commands.items(), lambda item: item[1].group):
+            table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
+            for name, command in commands:
+                table.add_row(f"  {name:{widest}}", command.summary)
+            if group:
+                console.print(f"{group}:")
+            console.print(table)
+            console.print()
+        console.print(f"Example: {self.example}\n`{self.prog} COMMAND --help` says more.")
+
+
+_PLACEHOLDERS: Mapping[object, str] = {str: "TEXT", Path: "PATH", int: "N", float: "N", list[str]: "TEXT"}
+
+
+def in_one_style(command: object) -> TyperCommand | TyperGroup:
+    """The command and those below it with `-h`, and with the same placeholder for options of one type that name none."""
+    assert isinstance(command, TyperCommand | TyperGroup), "typer makes no others"
+    command.context_settings.setdefault("help_option_names", ["-h", "--help"])
+    for parameter in command.params:
+        if isinstance(parameter, TyperOption) and parameter.metavar is None and not parameter.is_flag:
+            parameter.metavar = _PLACEHOLDERS.get(parameter.type_descriptor.annotation)
+        elif isinstance(parameter, TyperArgument) and parameter.metavar is None:
+            parameter.metavar = (parameter.name or "").upper()
+    for below in command.commands.values() if isinstance(command, TyperGroup) else ():
+        in_one_style(below)
+    return command
 
 
 def _named_run(arguments: Sequence[str]) -> str | None:
@@ -100,36 +129,47 @@ def fail(message: str, code: int) -> int:
     return code
 
 
+_TRAIN, _LOOK, _PARTS = "Train", "Look at runs", "Run a mesh part by part"
 COMMANDS = {
-    "up": Command("services.supervisor.cli:app", "Run the whole mesh on this machine and train a model"),
-    "prepare": Command(
-        "services.supervisor.cli:prepare_app", "Make the run folder of a mesh that is started part by part"
+    "up": Command("services.supervisor.cli:app", "Run the whole mesh on this machine and train a model", _TRAIN),
+    "sft": Command("trainer.sft.cli:app", "Train a model on chats, answers or tokens (supervised)", _TRAIN),
+    "eval": Command("services.supervisor.cli:eval_app", "Measure a policy on held-out problems", _TRAIN),
+    "export": Command("trainer.cli:export_app", "Write a run's policy as a Hugging Face folder", _TRAIN),
+    "models": Command("trainer.fetch.cli:app", "Fetch a model by its name", _TRAIN),
+    "formula": Command("trainer.cli:formula_app", "Print the loss and the advantage that settings compute", _TRAIN),
+    "memory": Command(
+        "trainer.planning.cli:app", "Print the memory that a trainer takes, by part, without a GPU", _TRAIN
     ),
-    "sft": Command("trainer.sft.cli:app", "Train a model on chats, answers or tokens (supervised)"),
-    "eval": Command("services.supervisor.cli:eval_app", "Measure a policy on held-out problems"),
-    "export": Command("trainer.cli:export_app", "Write a run's policy as a Hugging Face folder"),
-    "models": Command("trainer.fetch.cli:app", "Fetch a model by its name"),
-    "formula": Command("trainer.cli:formula_app", "Print the loss and the advantage that settings compute"),
-    "memory": Command("trainer.planning.cli:app", "Print the memory that a trainer takes, by part, without a GPU"),
     "placement": Command(
-        "trainer.planning.placement_cli:app", "Print which GPUs trainer and engines get, and whether they fit"
+        "trainer.planning.placement_cli:app", "Print which GPUs trainer and engines get, and whether they fit", _TRAIN
     ),
-    "train": Command("trainer.cli:app", "Run the trainer"),
-    "rollout-server": Command("rollout_server.cli:app", "Run a rollout server"),
-    "vllm-serve": Command("rollout_server.cli:vllm_app", "Run vLLM's own server with a run's settings"),
-    "gateway": Command("services.gateway.cli:app", "Run the one address in front of the rollout servers"),
-    "weight-bus": Command("weight_bus.cli:app", "Run the weight bus"),
-    "redis": Command("services.supervisor.cli:redis_app", "Run the Redis of a mesh whose parts are started one by one"),
-    "rewards": Command("services.rewards.cli:app", "Run the reward service: functions in sandboxes, reward models"),
-    "weights": Command("clients.weights.cli:app", "See and steer which weights engines serve"),
-    "play": Command("services.supervisor.cli:play_app", "Play a run's task as its settings say"),
-    "run-environment": Command("clients.runner.cli:app", "Run an environment against rollout servers"),
-    "demonstrations": Command("clients.environments.cli:app", "Write demonstrations of a task for `sft`"),
-    "track": Command("trainer.tracking.cli:app", "Write a run's figures to TensorBoard, W&B, MLflow or trackio"),
-    "status": Command("services.status.cli:app", "Show how a run is, and why its trainer waits"),
-    "monitoring": Command("services.observability.cli:app", "Write Prometheus's alert rules and Grafana's dashboard"),
-    "dead-letters": Command("services.status.dead_letters_cli:app", "Show trajectories that were dropped, and why"),
-    "keys": Command("services.security.cli:app", "Make the keys of a mesh, one file each"),
+    "demonstrations": Command("clients.environments.cli:app", "Write demonstrations of a task for `sft`", _TRAIN),
+    "status": Command("services.status.cli:app", "Show how a run is, and why its trainer waits", _LOOK),
+    "dead-letters": Command(
+        "services.status.dead_letters_cli:app", "Show trajectories that were dropped, and why", _LOOK
+    ),
+    "track": Command("trainer.tracking.cli:app", "Write a run's figures to TensorBoard, W&B, MLflow or trackio", _LOOK),
+    "weights": Command("clients.weights.cli:app", "See and steer which weights engines serve", _LOOK),
+    "prepare": Command(
+        "services.supervisor.cli:prepare_app", "Make the run folder of a mesh that is started part by part", _PARTS
+    ),
+    "train": Command("trainer.cli:app", "Run the trainer", _PARTS),
+    "rollout-server": Command("rollout_server.cli:app", "Run a rollout server", _PARTS),
+    "vllm-serve": Command("rollout_server.cli:vllm_app", "Run vLLM's own server with a run's settings", _PARTS),
+    "gateway": Command("services.gateway.cli:app", "Run the one address in front of the rollout servers", _PARTS),
+    "weight-bus": Command("weight_bus.cli:app", "Run the weight bus", _PARTS),
+    "redis": Command(
+        "services.supervisor.cli:redis_app", "Run the Redis of a mesh whose parts are started one by one", _PARTS
+    ),
+    "rewards": Command(
+        "services.rewards.cli:app", "Run the reward service: functions in sandboxes, reward models", _PARTS
+    ),
+    "run-environment": Command("clients.runner.cli:app", "Run an environment against rollout servers", _PARTS),
+    "play": Command("services.supervisor.cli:play_app", "Play a run's task as its settings say", _PARTS),
+    "keys": Command("services.security.cli:app", "Make the keys of a mesh, one file each", _PARTS),
+    "monitoring": Command(
+        "services.observability.cli:app", "Write Prometheus's alert rules and Grafana's dashboard", _PARTS
+    ),
 }
 
 ROLLMESH = Dispatcher(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainer.data.teacher_client import TeacherServer
     from trainer.parallel.start import Started
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 export_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 formula_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 

@@ -10,7 +10,7 @@ import typer
 
 from services.config.options import Seed
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command(epilog="Example: rollmesh demonstrations --task running-sums --seed 1 --out demos")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from services.config.tasks import TaskSettings
     from services.policies.training.curriculum import CurriculumRules
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from services.run_store.ledger import Accounts
     from services.run_store.stream import DeadLetter
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command(epilog="Example: rollmesh dead-letters --run-id demo --redis-url redis://127.0.0.1:6379/0")

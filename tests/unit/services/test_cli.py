@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,9 +24,21 @@ def rollmesh(*arguments: str, package: str = "services") -> subprocess.Completed
     [("services", name) for name in COMMANDS] + [("benchmarks", name) for name in BENCHES.commands],
 )
 def test_every_command_has_help_with_an_example(package: str, command: str) -> None:
-    answer = rollmesh(command, "--help", package=package)
+    answer = rollmesh(command, "-h", package=package)
     assert answer.returncode == 0, answer.stderr
     assert "xample" in answer.stdout
+    assert "-h, --help" in answer.stdout or "--help` says more" in answer.stdout
+    placeholders = re.findall(r"^  --\S+ (\S+)", answer.stdout, flags=re.MULTILINE)
+    assert [each for each in placeholders if each.startswith("<") and "|" not in each] == [], "one style"
+    assert "╭" not in answer.stdout, "one style"
+
+
+def test_the_commands_stand_in_groups() -> None:
+    answer = rollmesh("--help")
+    headings = re.findall(r"^(\S.*):$", answer.stdout, flags=re.MULTILINE)
+    assert headings == list(dict.fromkeys(command.group for command in COMMANDS.values()))
+    assert all(command.group for command in COMMANDS.values())
+    assert [line.split()[0] for line in answer.stdout.splitlines() if re.match(r"  [a-z]", line)] == list(COMMANDS)
 
 
 def test_help_and_clients_import_neither_torch_nor_vllm() -> None:
