@@ -144,6 +144,9 @@ COMMANDS = {
         "trainer.planning.placement_cli:app", "Print which GPUs trainer and engines get, and whether they fit", _TRAIN
     ),
     "demonstrations": Command("clients.environments.cli:app", "Write demonstrations of a task for `sft`", _TRAIN),
+    "runs": Command("services.runs.cli:runs_app", "List runs, remove them", _LOOK),
+    "compare": Command("services.runs.cli:compare_app", "Compare runs: settings, figures, curves", _LOOK),
+    "samples": Command("services.runs.cli:samples_app", "Read rollouts of a run", _LOOK),
     "status": Command("services.status.cli:app", "Show how a run is, and why its trainer waits", _LOOK),
     "dead-letters": Command(
         "services.status.dead_letters_cli:app", "Show trajectories that were dropped, and why", _LOOK

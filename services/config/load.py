@@ -70,11 +70,18 @@ def origins_of(path: Path | None, overrides: Sequence[str], root: type[BaseModel
     return origins | dict.fromkeys(_leaves(tree, ""), "command line")
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str) -> list[str]:
-    names = []
+def flat_settings(path: Path) -> dict[str, object]:
+    """What a configuration file says: dotted name → value, unchecked, former names replaced. Raises UsageError."""
+    tree = _read(path)
+    _rename(tree)
+    return _leaves(tree, "")
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> dict[str, object]:
+    leaves: dict[str, object] = {}
     for key, value in tree.items():
-        names += _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [f"{prefix}{key}"]
-    return names
+        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return leaves
 
 
 def dump_settings(settings: Section) -> str:

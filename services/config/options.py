@@ -18,6 +18,16 @@ LOOPBACK = "127.0.0.1"
 
 RunId = Annotated[str, typer.Option(help="The run's id: its name in Redis, on the bus and in logs")]
 RedisUrl = Annotated[str, typer.Option(help="Redis that carries the run, redis://host:port/db")]
+FoundRedisUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--redis-url",
+        envvar="ROLLMESH_REDIS_URL",
+        help="Redis that carries the run; left out: that of the newest run that runs in ./runs, else the one at"
+        " 127.0.0.1:6379",
+    ),
+]
+FoundRunId = Annotated[str | None, typer.Option("--run-id", help="The run; left out: the one run that Redis knows")]
 Config = Annotated[Path, typer.Option(help="Configuration of the run (TOML)")]
 OptionalConfig = Annotated[Path | None, typer.Option(help="Configuration of the run (TOML)")]
 Seed = Annotated[int, typer.Option(min=0, help="Problems are generated from it")]

@@ -9,6 +9,7 @@ runs/running-sums-…/
                                                      evaluations.json     those made beside training
   model/           the policy the run started from   demonstrations/, redis/
   format           the number of this layout          run-id               its name in Redis and on the wire
+                                                      redis-url            the Redis that carries it while it runs
   tracking/        logging backends' own files
   lock             held by the `rollmesh up` that works in it
 """
@@ -22,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import structlog
 
@@ -30,6 +32,7 @@ from services.wire.errors import DeadlineError, UsageError
 
 MIN_FREE_BYTES = 256 << 20
 """A run of the tiny policy writes about 20 MB; with less than this left a run is not begun."""
+_LOOKED_AT_S = 0.05
 
 
 class RunFolder:
@@ -55,6 +58,7 @@ class RunFolder:
         self.bus_state = root / "weight-bus.json"
         self.format = root / "format"
         self.run_id = root / "run-id"
+        self.redis_url = root / "redis-url"
         self.lock = root / "lock"
 
 
@@ -124,13 +128,51 @@ def held(folder: RunFolder) -> Iterator[None]:
     with writing(folder.lock):
         file = folder.lock.open("a")
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not (_locks(file, fcntl.LOCK_EX) or _locks(file, fcntl.LOCK_EX, after_s=_LOOKED_AT_S)):
             raise UsageError(
                 f"another `rollmesh up` works in {folder.root}", "wait for its end, or choose another --run-dir"
-            ) from error
+            )
         yield
+
+
+def is_held(folder: RunFolder) -> bool:
+    """Whether a process holds the folder (`held`). A folder that cannot be read is nobody's."""
+    try:
+        file = folder.lock.open("r")
+    except OSError:
+        return False
+    with file:
+        # Shared, and for a moment: `held` tries again after such a look.
+        return not _locks(file, fcntl.LOCK_SH)
+
+
+def _locks(file: IO[str], how: int, after_s: float = 0.0) -> bool:
+    time.sleep(after_s)
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def run_folders(root: Path) -> list[RunFolder]:
+    """The run folders in `root`, the one that was begun last first; none where `root` is not there."""
+    if not root.is_dir():
+        return []
+    found = [
+        RunFolder(each) for each in root.iterdir() if (each / "config.toml").is_file() and (each / "run-id").is_file()
+    ]
+    return sorted(found, key=lambda folder: folder.config.stat().st_mtime, reverse=True)
+
+
+USUAL_REDIS = "redis://127.0.0.1:6379/0"
+
+
+def running_redis(root: Path) -> str:
+    """The address of the Redis of the newest run that runs in `root`; the usual one where none does."""
+    running = (folder for folder in run_folders(root) if folder.redis_url.is_file() and is_held(folder))
+    newest = next(running, None)
+    return USUAL_REDIS if newest is None else newest.redis_url.read_text(encoding="utf-8").strip()
 
 
 def free_bytes(path: Path) -> int:

@@ -27,6 +27,7 @@ Exit code 0: nothing is wrong; 1: something is, or could not be read; 2: misuse.
 
 \b
 Examples:
+  rollmesh status
   rollmesh status --redis-url redis://127.0.0.1:6379/0
   rollmesh status --run-id demo --json
   rollmesh status --run-id demo --watch
@@ -35,10 +36,8 @@ Examples:
 
 @app.command(help=_HELP)
 def status(
-    redis_url: Annotated[
-        str, typer.Option(envvar="ROLLMESH_REDIS_URL", help="Redis that carries the run, redis://host:port/db")
-    ] = "redis://127.0.0.1:6379/0",
-    run_id: Annotated[str | None, typer.Option(help="The run; left out: the one run that Redis knows")] = None,
+    redis_url: options.FoundRedisUrl = None,
+    run_id: options.FoundRunId = None,
     also: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=URL", help="Ask this service too (the rewards service); repeat it for each"),
@@ -52,12 +51,17 @@ def status(
 ) -> None:
     import asyncio
 
+    from services.host.run_folder import running_redis
     from services.run_store.client import reached_by
     from services.security.keys import read_keys
     from services.security.tls import read_trust
 
     trust = read_trust(tls_dir)
-    redis_url = reached_by(redis_url, read_keys("reader", keys_dir, {"redis": redis_password_file}).redis, trust)
+    redis_url = reached_by(
+        redis_url or running_redis(Path("runs")),
+        read_keys("reader", keys_dir, {"redis": redis_password_file}).redis,
+        trust,
+    )
     further = [_further(each) for each in also or []]
     with _shown(watch=watch, as_json=json) as show:
         well = asyncio.run(_collect(redis_url, run_id, trust, further, every if watch else None, show))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-@app.command(epilog="Example: rollmesh dead-letters --run-id demo --redis-url redis://127.0.0.1:6379/0")
+@app.command(epilog="Example: rollmesh dead-letters --run-id demo --newest 5")
 def dead_letters(
-    run_id: options.RunId,
-    redis_url: options.RedisUrl,
+    run_id: options.FoundRunId = None,
+    redis_url: options.FoundRedisUrl = None,
     keys_dir: options.KeysDir = None,
     redis_password_file: options.RedisPasswordFile = None,
     newest: Annotated[int, typer.Option(min=1, help="How many to show, the newest first")] = 20,
@@ -31,12 +32,13 @@ def dead_letters(
 
     import msgspec
 
+    from services.host.run_folder import running_redis
     from services.run_store.client import reached_by
     from services.security.keys import read_keys
     from services.security.tls import read_trust
 
     password = read_keys("reader", keys_dir, {"redis": redis_password_file}).redis
-    redis_url = reached_by(redis_url, password, read_trust(tls_dir))
+    redis_url = reached_by(redis_url or running_redis(Path("runs")), password, read_trust(tls_dir))
     letters, accounts = asyncio.run(_read(run_id, redis_url, newest))
     if as_json:
         sys.stdout.writelines(msgspec.json.encode(letter).decode() + "\n" for letter in letters)
@@ -44,7 +46,7 @@ def dead_letters(
         _show(letters, accounts)
 
 
-async def _read(run_id: str, redis_url: str, newest: int) -> tuple[list[DeadLetter], Accounts]:
+async def _read(run_id: str | None, redis_url: str, newest: int) -> tuple[list[DeadLetter], Accounts]:
     from services.run_store.client import check_reachable, connect
     from services.run_store.ledger import Ledger
     from services.run_store.stream import DeadLetters
@@ -53,7 +55,7 @@ async def _read(run_id: str, redis_url: str, newest: int) -> tuple[list[DeadLett
     await check_reachable(redis_url)
     redis = connect(redis_url)
     try:
-        await find_run(redis, run_id)
+        run_id = await find_run(redis, run_id)
         return await DeadLetters(redis, run_id).newest(newest), await Ledger(redis, run_id).accounts()
     finally:
         await redis.aclose()

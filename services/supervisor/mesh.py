@@ -26,7 +26,7 @@ from services.config.fitting import annotated
 from services.config.load import dump_settings
 from services.config.settings import RunSettings
 from services.host.aio import to_its_end
-from services.host.files import remove_shm_files, shm_directory, shm_prefix, write_whole
+from services.host.files import remove_shm_files, shm_directory, shm_prefix, write_whole, writing
 from services.host.process import missing_tunables
 from services.host.run_folder import RunFolder, free_bytes, held
 from services.policies.placement.place import Placement
@@ -209,7 +209,10 @@ class Mesh:
                     if processes.valkey is not None:
                         lasting.append(tasks.create_task(processes.valkey.run()))
                     await wait_for_redis(redis, REDIS_DEADLINE_S)
-                    self._view.say(f"see how it is: rollmesh status --redis-url {without_password(plan.redis_url)}")
+                    redis_url = without_password(plan.redis_url)
+                    with writing(self._folder.redis_url):
+                        write_whole(self._folder.redis_url, f"{redis_url}\n".encode())
+                    self._view.say(f"see how it is: rollmesh status --redis-url {redis_url}")
                     lasting += [tasks.create_task(managed.run()) for managed in processes.services]
                     lasting += [tasks.create_task(self._announce(*named, http)) for named in _named_urls(plan)]
                     lasting.append(tasks.create_task(self._show(plan, redis, http)))

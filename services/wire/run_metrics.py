@@ -1,7 +1,7 @@
-"""Training metrics in a run's folder: a line of metrics.jsonl, trainer_report.json and evaluation.json.
+"""Training metrics in a run's folder: a line of metrics.jsonl or samples.jsonl, trainer_report.json and evaluation.json.
 
-Written by the trainer and the environment runner; read by the trainer's /metrics, the live view, the summary and the
-benchmarks.
+Written by the trainer and the environment runner; read by the trainer's /metrics, the live view, the summary,
+`rollmesh runs`, `compare` and `samples`, and the benchmarks.
 """
 
 from __future__ import annotations
@@ -314,3 +314,34 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
     mean_length: float
     tasks: dict[str, TaskSuccess] = {}
     """Of a run of several tasks, each by itself."""
+
+
+class SampledSpan(msgspec.Struct, frozen=True):
+    """Text that one policy version sampled."""
+
+    version: int
+    text: str
+
+
+class SampledSegment(msgspec.Struct, frozen=True):
+    """`text`: all of it, special tokens included. `spans`: the parts the policy sampled."""
+
+    text: str
+    spans: list[SampledSpan]
+    break_reason: str | None
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoded rollout: one line of samples.jsonl."""
+
+    step: int
+    group: str
+    ordinal: int
+    member: int
+    task: str
+    server: str
+    reward: float
+    versions: list[int]
+    segments: list[SampledSegment]
+    tokens: int | None = None
+    """Sampled ones; None in files of before they were written down."""

@@ -49,7 +49,7 @@ def test_status_names_the_server_that_stands_still_and_what_it_holds(
     settings = ["gateway.enabled=never", "rollout.groups_per_step=4", "evaluation.problems=32"]
     settings += [warm_start("guess-number")]
     arguments = ["--task", "guess-number", "--servers", "2", "--engine", "torch", "--k", "1", "--steps", "400"]
-    with running_up(tmp_path / "run", *arguments, *settings) as mesh:
+    with running_up(tmp_path / "runs" / "it", *arguments, *settings) as mesh:
         mesh.wait_for_steps(4)
         code, report, _ = status(mesh)
         assert code == 0, report
@@ -64,6 +64,10 @@ def test_status_names_the_server_that_stands_still_and_what_it_holds(
         )
         assert 0.0 < report["trainer"]["busy_share"] <= 1.0
         assert report["queue"]["trained"] > 0
+        found = run_command(["status", "--json"], cwd=tmp_path)
+        assert json.loads(found.out)["run_id"] == report["run_id"], "the run in ./runs is found"
+        found = run_command(["dead-letters"], cwd=tmp_path)
+        assert found.code == 0 and "published" in found.out, found.err
 
         stopped = server(mesh, "s1")
         open_group(stopped)

@@ -20,39 +20,18 @@ from services.policies.batching import Group
 from services.policies.length_stats import Lengths, distance
 from services.wire.packed import unpack_tokens
 from services.wire.rollout_api import Evaluation
-from services.wire.run_metrics import LengthReport, StepMetrics, TrainerReport, decode_step_metrics
+from services.wire.run_metrics import (
+    LengthReport,
+    Sample,
+    SampledSegment,
+    SampledSpan,
+    StepMetrics,
+    TrainerReport,
+    decode_step_metrics,
+)
 from services.wire.trajectory import Segment, Trajectory
 
 SAMPLES_A_STEP = 2
-
-
-class SampledSpan(msgspec.Struct, frozen=True):
-    """Text that one policy version sampled."""
-
-    version: int
-    text: str
-
-
-class SampledSegment(msgspec.Struct, frozen=True):
-    """`text`: all of it, special tokens included. `spans`: the parts the policy sampled."""
-
-    text: str
-    spans: list[SampledSpan]
-    break_reason: str | None
-
-
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoded rollout: one line of samples.jsonl."""
-
-    step: int
-    group: str
-    ordinal: int
-    member: int
-    task: str
-    server: str
-    reward: float
-    versions: list[int]
-    segments: list[SampledSegment]
 
 
 class _Numbered(msgspec.Struct):
@@ -135,6 +114,7 @@ class RunRecords:
             reward=trajectory.reward,
             versions=sorted(_versions(trajectory)),
             segments=[self._segment(segment) for segment in trajectory.segments],
+            tokens=sum(span.length for segment in trajectory.segments for span in segment.version_spans),
         )
 
     def _segment(self, segment: Segment) -> SampledSegment:

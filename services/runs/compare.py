@@ -1,0 +1,96 @@
+"""`rollmesh compare`: runs beside one another, in the terminal and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from services.host.files import writing
+from services.runs.curves import Axis, Band, arms, banded, curve_of, differences, sparkline
+from services.runs.listing import RunFiles
+from services.wire.errors import UsageError
+
+_WIDTH = 40
+_FIGURES = {
+    "success": "success of the batch",
+    "reward": "reward",
+    "response_length": "response length, tokens",
+    "entropy": "entropy, nats a token",
+    "staleness_mean": "staleness, steps",
+    "tokens_per_s": "tokens a second",
+}
+_AXES: dict[Axis, str] = {"step": "optimizer step", "tokens": "trained tokens", "time": "seconds since the first step"}
+
+
+def comparison(runs: Sequence[RunFiles], axis: Axis) -> RenderableType:
+    """Settings that differ, the runs' figures, and success as sparklines."""
+    parts: list[RenderableType] = [_settings(runs), Text(), _figures(runs), Text()]
+    parts += [Text(f"success of the batch, by {_AXES[axis]}", style="bold"), _success(runs, axis)]
+    return Group(*parts)
+
+
+def _settings(runs: Sequence[RunFiles]) -> RenderableType:
+    differ = differences([run.settings for run in runs])
+    if not differ:
+        return Text("all settings are equal")
+    table = Table("setting", *(run.name for run in runs), box=None, pad_edge=False, header_style="bold")
+    for name, values in differ.items():
+        table.add_row(name, *("–" if value is None else str(value) for value in values))
+    return table
+
+
+def _figures(runs: Sequence[RunFiles]) -> Table:
+    table = Table("figure", *(run.name for run in runs), box=None, pad_edge=False, header_style="bold")
+    last = [run.lines[-1] if run.lines else None for run in runs]
+    table.add_row("steps", *("0" if line is None else str(line.step) for line in last))
+    held_out = [run.evaluation for run in runs]
+    table.add_row("held out, before", *("–" if each is None else f"{each.success_before:.1%}" for each in held_out))
+    table.add_row("held out, after", *("–" if each is None else f"{each.success_after:.1%}" for each in held_out))
+    table.add_row("success, last batch", *("–" if line is None else f"{line.success:.1%}" for line in last))
+    table.add_row("tokens trained", *(f"{sum(line.tokens for line in run.lines):,}" for run in runs))
+    spans = [run.lines[-1].time - run.lines[0].time if run.lines else 0.0 for run in runs]
+    table.add_row("first to last step", *(f"{span:,.0f} s" for span in spans))
+    return table
+
+
+def _success(runs: Sequence[RunFiles], axis: Axis) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, band in _bands(runs, "success", axis):
+        ends = f"{band.mean[0]:.2f} to {band.mean[-1]:.2f}, up to {band.xs[-1]:,.0f}" if band.xs else "no step yet"
+        table.add_row(name, sparkline(band.mean, 0.0, 1.0, _WIDTH), ends)
+    return table
+
+
+def _bands(runs: Sequence[RunFiles], figure: str, axis: Axis) -> list[tuple[str, Band]]:
+    """The arms' names and curves."""
+    named = []
+    for arm in arms(runs, [run.settings for run in runs]):
+        more = f" and {len(arm) - 1} of other seeds" if len(arm) > 1 else ""
+        named.append((f"{arm[0].name}{more}", banded([curve_of(run.lines, figure, axis) for run in arm])))
+    return named
+
+
+def draw(runs: Sequence[RunFiles], axis: Axis, path: Path) -> None:
+    """Write the curves with their bands as a picture. Raises UsageError where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise UsageError("--plot needs matplotlib, which is not installed", "pip install 'rollmesh[torch]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(nrows=2, ncols=3, figsize=(14, 7), layout="constrained")
+    for panel, (name, title) in zip(axes.flat, _FIGURES.items(), strict=True):
+        for label, band in _bands(runs, name, axis):
+            (line,) = panel.plot(band.xs, band.mean, label=label)
+            panel.fill_between(band.xs, band.low, band.high, alpha=0.2, color=line.get_color(), linewidth=0)
+        panel.set(title=title, xlabel=_AXES[axis])
+    axes.flat[0].set_ylim(0, 1.02)
+    axes.flat[0].legend(fontsize="small")
+    with writing(path):
+        figure.savefig(path, dpi=100)
+    pyplot.close(figure)

@@ -1,0 +1,108 @@
+"""Curves of several runs, made comparable: runs that differ in the seed alone become one curve with a band.
+
+runs ──same settings but seed and places──► arms ──every run read off at the same places──► mean, lowest, highest
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal, TypeVar
+
+from services.wire.run_metrics import StepMetrics
+
+Axis = Literal["step", "tokens", "time"]
+OWN = frozenset({"run_dir", "redis_url", "seed"})
+"""Settings that differ between runs of one arm."""
+PLACES = 60
+"""At which curves are read off."""
+SMOOTHED = 5
+"""Steps whose mean a run's curve shows: single batches scatter."""
+_BLOCKS = "▁▂▃▄▅▆▇█"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """`ys[i]` at `xs[i]`; `xs` rise."""
+
+    xs: Sequence[float]
+    ys: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Band:
+    """Of one arm: at each of `xs` the mean of its runs, and the lowest and highest of them."""
+
+    xs: Sequence[float]
+    mean: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+def differences(settings: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
+    """Name → the value in each run, for what is not equal in all of them; places of files are left out."""
+    names = sorted({name for each in settings for name in each} - (OWN - {"seed"}))
+    values = {name: [each.get(name) for each in settings] for name in names}
+    return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
+
+
+def arms(runs: Sequence[T], settings: Sequence[Mapping[str, object]]) -> list[list[T]]:
+    """Runs of equal settings, but for `OWN`, together; in the order of their first."""
+    together: dict[str, list[T]] = {}
+    for run, each in zip(runs, settings, strict=True):
+        key = repr(sorted((name, repr(value)) for name, value in each.items() if name not in OWN))
+        together.setdefault(key, []).append(run)
+    return list(together.values())
+
+
+def curve_of(lines: Sequence[StepMetrics], figure: str, axis: Axis) -> Curve:
+    """A figure of metrics.jsonl over steps, trained tokens, or seconds since the run's first step; smoothed.
+
+    Raises AttributeError for a figure that no line has. Steps that do not know it (None) are left out.
+    """
+    xs, ys, tokens = [], [], 0
+    for line in lines:
+        tokens += line.tokens
+        value = getattr(line, figure)
+        if value is None:
+            continue
+        ys.append(float(value))
+        xs.append(float({"step": line.step, "tokens": tokens, "time": line.time - lines[0].time}[axis]))
+    return Curve(xs, [fmean(ys[max(0, i - SMOOTHED + 1) : i + 1]) for i in range(len(ys))])
+
+
+def banded(curves: Sequence[Curve]) -> Band:
+    """All curves over the stretch that each of them has. Empty ones are left out; none at all give an empty band."""
+    curves = [curve for curve in curves if curve.xs]
+    if not curves:
+        return Band([], [], [], [])
+    first, last = max(curve.xs[0] for curve in curves), min(curve.xs[-1] for curve in curves)
+    if last < first:
+        # They share no stretch: the longest one stands for all.
+        return banded([max(curves, key=lambda curve: curve.xs[-1] - curve.xs[0])])
+    xs = [first + (last - first) * i / (PLACES - 1) for i in range(PLACES)] if last > first else [first]
+    read = [[_read_off(curve, x) for curve in curves] for x in xs]
+    return Band(xs, [fmean(ys) for ys in read], [min(ys) for ys in read], [max(ys) for ys in read])
+
+
+def _read_off(curve: Curve, x: float) -> float:
+    """Between two points on the line that joins them."""
+    at = bisect_left(curve.xs, x)
+    if at == 0:
+        return curve.ys[0]
+    if at == len(curve.xs):
+        return curve.ys[-1]
+    x0, x1, y0, y1 = curve.xs[at - 1], curve.xs[at], curve.ys[at - 1], curve.ys[at]
+    return y1 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def sparkline(values: Sequence[float], low: float, high: float, width: int) -> str:
+    """One character a place, from the lowest block at `low` to the full one at `high`."""
+    if not values:
+        return ""
+    picked = [values[round(i * (len(values) - 1) / max(1, width - 1))] for i in range(min(width, len(values)))]
+    span = high - low or 1.0
+    return "".join(_BLOCKS[max(0, min(7, round(7 * (value - low) / span)))] for value in picked)
