@@ -79,10 +79,9 @@ class AnswerContext:
         if not streamed and request.sampling.max_tokens > deps.partial_every:
             request = replace(request, stream=True, delta_every=deps.partial_every)
 
-        async def keep(delta: GenerationDelta) -> None:
+        def keep(delta: GenerationDelta) -> Awaitable[None] | None:
             # The last delta of a call that is not streamed is journaled with the whole answer, a moment later.
-            if streamed or delta.finish_reason is None:
-                await partial.add(prompt, delta)
+            return partial.add(prompt, delta) if streamed or delta.finish_reason is None else None
 
         return resume(deps.engine, request, deps.until_accepting, partial.replay(prompt, request), keep)
 

@@ -59,11 +59,11 @@ async def resume(
     request: GenerationRequest,
     until_accepting: UntilAccepting,
     known: AsyncIterator[GenerationDelta] | None = None,
-    keep: Callable[[GenerationDelta], Awaitable[None]] | None = None,
+    keep: Callable[[GenerationDelta], Awaitable[None] | None] | None = None,
 ) -> AsyncGenerator[GenerationDelta, None]:
     """Deltas of `request` as an engine gives them, none of them aborted.
 
-    `known`: those of an earlier try come first. `keep` is awaited for each of the others before it is given out.
+    `known`: those of an earlier try come first. Each of the others is given out once what `keep` returns for it is done.
     """
     samples = [_Sample() for _ in range(request.n)]
     if known is not None:
@@ -83,8 +83,9 @@ async def resume(
                     delta = replace(delta, finish_reason=None)
                 samples[delta.index].take(delta)
                 if delta.token_ids or delta.finish_reason is not None:
-                    if keep is not None:
-                        await keep(delta)
+                    kept = None if keep is None else keep(delta)
+                    if kept is not None:
+                        await kept
                     yield delta
         tries += 1
 
@@ -183,11 +184,17 @@ class PartialAnswer:
         self._turn = asyncio.Condition()
         self._new = not known
 
-    async def add(self, prompt: int, delta: GenerationDelta) -> None:
-        """Journal a delta of this prompt. Raises as `Journal.append` does."""
-        if self._new:
-            self._new = False
-            await self._journal.add_partial(self._group_id, self.key, self.head)
+    def add(self, prompt: int, delta: GenerationDelta) -> Awaitable[None]:
+        """Journal a delta of this prompt; what it returns is done then. Raises as `Journal.append` does."""
+        # A stream comes here for every chunk: no coroutine where none is needed.
+        return self._begin(prompt, delta) if self._new else self._append(prompt, delta)
+
+    async def _begin(self, prompt: int, delta: GenerationDelta) -> None:
+        self._new = False
+        await self._journal.add_partial(self._group_id, self.key, self.head)
+        await self._append(prompt, delta)
+
+    def _append(self, prompt: int, delta: GenerationDelta) -> Awaitable[None]:
         self._written += 1
         part = PartialPart(
             number=self._written,
@@ -199,7 +206,7 @@ class PartialAnswer:
             finish_reason=delta.finish_reason,
             top_logprobs=delta.top_logprobs,
         )
-        await self._journal.add_partial(self._group_id, self.key, part)
+        return self._journal.add_partial(self._group_id, self.key, part)
 
     async def replay(self, prompt: int, request: GenerationRequest) -> AsyncGenerator[GenerationDelta, None]:
         """The deltas of this prompt that are written down, each when it is its turn among those of all prompts."""

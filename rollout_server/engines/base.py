@@ -207,6 +207,8 @@ async def collect(deltas: AsyncIterator[GenerationDelta]) -> list[GenerationDelt
 
 def joined(deltas: Sequence[GenerationDelta]) -> list[GenerationDelta]:
     """Those of each sample as one, the samples in the order in which they first come."""
+    if len(deltas) == 1:
+        return list(deltas)
     samples: dict[int, GenerationDelta] = {}
     for delta in deltas:
         before = samples.get(delta.index)

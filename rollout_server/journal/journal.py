@@ -15,7 +15,7 @@ lost connection appends nothing twice, and a server that has lost the group appe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -42,11 +42,12 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _Item:
+    """A record of a group."""
+
     group_id: str
     payload: bytes
     partial: str
-    """The partial answer's key: to append to, or to remove."""
-    part: bool
+    """The key of a partial answer that it replaces; `kept_key` where there is none."""
     kept_key: str
     kept: bytes
     """What is kept under a key of its own beside the record, for `kept_s` seconds, or until the group's end."""
@@ -55,6 +56,16 @@ class _Item:
     done: asyncio.Future[Any]
     call: str = ""
     position: int = 0
+
+
+class _Part:
+    """A part of a partial answer. A stream writes one for every chunk, so it says no more than it has to."""
+
+    __slots__ = ("done", "group_id", "partial", "payload")
+
+    def __init__(self, group_id: str, partial: str, payload: bytes) -> None:
+        self.group_id, self.partial, self.payload = group_id, partial, payload
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
 class Journal:
@@ -78,7 +89,7 @@ class Journal:
         self._release = redis.register_script(scripts.RELEASE)
         self._lengths: dict[str, int] = {}
         """Elements in the journal of each group that is held."""
-        self._queue: list[_Item] = []
+        self._queue: list[_Item | _Part] = []
         self._wake = asyncio.Event()
 
     async def open(self, began: records.GroupBegan, sessions: Sequence[records.SessionBegan]) -> None:
@@ -99,7 +110,7 @@ class Journal:
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         name = next(iter(keys_of_sessions(self._keys, group_id, [session.session_id])), None)
         key, group = (self._keys.answer(group_id, ""), b"") if name is None else (name, group_id.encode())
-        item = _Item(group_id, records.encode_record(session), key, False, key, group, None, then, done)
+        item = _Item(group_id, records.encode_record(session), key, key, group, None, then, done)
         return await self._enqueue(item)  # type: ignore[no-any-return]
 
     async def append(
@@ -122,14 +133,17 @@ class Journal:
         key, kept_s = self._keys.answer(group_id, name), None if answer is None else KEEP_ANSWER_S
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         payload = records.encode_record(record)
-        item = _Item(group_id, payload, partial or key, False, key, kept, kept_s, then, done, call or "")
+        item = _Item(group_id, payload, partial or key, key, kept, kept_s, then, done, call or "")
         return await self._enqueue(item)  # type: ignore[no-any-return]
 
-    async def add_partial(self, group_id: str, partial: str, part: records.PartialHead | records.PartialPart) -> None:
-        """Append to a partial answer. Raises as `append` does."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        payload = records.encode_record(part)
-        await self._enqueue(_Item(group_id, payload, partial, True, partial, b"", None, _nothing, done))
+    def add_partial(
+        self, group_id: str, partial: str, part: records.PartialHead | records.PartialPart
+    ) -> Awaitable[None]:
+        """Append to a partial answer; what it returns is done once that is written, and raises as `append` does."""
+        item = _Part(group_id, partial, records.encode_record(part))
+        self._queue.append(item)
+        self._wake.set()
+        return item.done
 
     async def _enqueue(self, item: _Item) -> Any:
         self._queue.append(item)
@@ -145,27 +159,35 @@ class Journal:
                 self._wake.clear()
             await self._write_all(batch)
 
-    async def _write_all(self, batch: list[_Item]) -> None:
-        held = [item for item in batch if item.group_id in self._lengths]
+    async def _write_all(self, batch: list[_Item | _Part]) -> None:
+        items: list[_Item] = []
+        parts: list[_Part] = []
         for item in batch:
             if item.group_id not in self._lengths:
                 _fail(item, _lost(item.group_id))
+            elif isinstance(item, _Part):
+                parts.append(item)
+            else:
+                items.append(item)
+        held: list[_Item | _Part] = [*items, *parts]
         if not held:
             return
         keys: list[str] = [self._keys.owners]
-        args: list[str | bytes | int] = [self.owner]
+        args: list[str | bytes | int] = [self.owner, KEEP_PARTIAL_S, len(items)]
         ahead: dict[str, int] = {}
-        for item in held:
-            if not item.part:
-                item.position = self._lengths[item.group_id] + ahead.get(item.group_id, 0)
-                ahead[item.group_id] = ahead.get(item.group_id, 0) + 1
+        for item in items:
+            item.position = self._lengths[item.group_id] + ahead.get(item.group_id, 0)
+            ahead[item.group_id] = ahead.get(item.group_id, 0) + 1
             keys += [self._keys.journal(item.group_id), item.partial, item.kept_key]
-            # Only an answer to a named call has one: a part of it, written for every chunk, names no key of its own.
+            # Only an answer to a named call has one.
             keys.append(self._keys.undelivered(item.group_id) if item.call else item.kept_key)
-            args += [item.group_id, item.position, item.payload, "1" if item.part else "", item.kept]
+            args += [item.group_id, item.position, item.payload, item.kept]
             args += ["" if item.kept_s is None else item.kept_s, item.call]
+        for part in parts:
+            keys.append(part.partial)
+            args += (part.group_id, part.payload)
         try:
-            answers = await self._write(keys=keys, args=[*args, KEEP_PARTIAL_S])
+            answers = await self._write(keys=keys, args=args)
         except RedisError as error:
             # Nobody knows what of it was written.
             _log.warning("the journal cannot be written", items=len(held), error=str(error))
@@ -177,8 +199,11 @@ class Journal:
             return
         for item, written in zip(held, answers, strict=True):
             if written and item.group_id in self._lengths:
-                if not item.part:
-                    self._lengths[item.group_id] = item.position + 1
+                if isinstance(item, _Part):
+                    if not item.done.done():
+                        item.done.set_result(None)
+                    continue
+                self._lengths[item.group_id] = item.position + 1
                 _settle(item)
             else:
                 lost = _lost(item.group_id)
@@ -291,7 +316,7 @@ def _settle(item: _Item) -> None:
         item.done.set_result(result)
 
 
-def _fail(item: _Item, error: RollmeshError) -> None:
+def _fail(item: _Item | _Part, error: RollmeshError) -> None:
     if not item.done.done():
         item.done.set_exception(error)
 
@@ -302,10 +327,6 @@ def _decoded(reply: object) -> list[records.Record]:
 
 def _bytes(reply: object) -> list[bytes]:
     return cast("list[bytes]", reply)
-
-
-def _nothing() -> None:
-    """A part of a partial answer changes nothing in memory."""
 
 
 def _lost(group_id: str) -> DrainingError:

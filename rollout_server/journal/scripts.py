@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from services.run_store.scripts import BATCHES, CONCLUDE
 
-# KEYS: owners; then for each item journal, partial answer, what is kept beside, undelivered calls. ARGV: owner; then for
-# each item group, position, payload, '1' for a partial answer's part ('' for a record), the value that is kept, for how
-# long ('' for no end), the call that is answered; last how long a partial answer is kept.
-# Answers 1 for each that is in the journal now.
+# KEYS: owners; for each record journal, partial answer, what is kept beside, undelivered calls; for each part of a partial
+# answer its key. ARGV: owner, how long a partial answer is kept, how many records; for each record group, position,
+# payload, the value that is kept, for how long ('' for no end), the call that is answered; for each part group, payload.
+# Answers 1 for each that is in the journal now. A partial answer's time begins anew with one in 32 of its parts: a part is
+# written for every chunk of a stream, so each command counts.
 WRITE = (
     BATCHES
     + """
+local records = tonumber(ARGV[3])
+local first_part = 4 + 6 * records
 local groups = {}
-for at = 2, #ARGV - 1, 7 do groups[#groups + 1] = ARGV[at] end
-local owners, done, at = fetched(KEYS[1], groups), {}, 2
-for i = 2, #KEYS, 4 do
-  local group, position, payload, part, kept = ARGV[at], tonumber(ARGV[at+1]), ARGV[at+2], ARGV[at+3], ARGV[at+4]
-  local seconds, call = ARGV[at+5], ARGV[at+6]
-  at = at + 7
+for at = 4, first_part - 1, 6 do groups[#groups + 1] = ARGV[at] end
+for at = first_part, #ARGV, 2 do groups[#groups + 1] = ARGV[at] end
+local owners, done, at = fetched(KEYS[1], groups), {}, 4
+for record = 1, records do
+  local i, group, position, payload, kept = 4 * record - 2, ARGV[at], tonumber(ARGV[at+1]), ARGV[at+2], ARGV[at+3]
+  local seconds, call = ARGV[at+4], ARGV[at+5]
+  at = at + 6
   local ok = owners[group] == ARGV[1]
-  if ok and part ~= '' then
-    redis.call('RPUSH', KEYS[i+1], payload)
-    redis.call('EXPIRE', KEYS[i+1], ARGV[#ARGV])
-  elseif ok then
+  if ok then
     local length = redis.call('LLEN', KEYS[i])
     if length == position then
       redis.call('RPUSH', KEYS[i], payload)
@@ -34,7 +35,13 @@ for i = 2, #KEYS, 4 do
       ok = redis.call('LINDEX', KEYS[i], position) == payload
     end
   end
+  done[record] = ok and 1 or 0
+end
+for i = 4 * records + 2, #KEYS do
+  local ok = owners[ARGV[at]] == ARGV[1]
+  if ok and redis.call('RPUSH', KEYS[i], ARGV[at+1]) % 32 == 1 then redis.call('EXPIRE', KEYS[i], ARGV[2]) end
   done[#done + 1] = ok and 1 or 0
+  at = at + 2
 end
 return done
 """

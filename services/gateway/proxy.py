@@ -101,7 +101,8 @@ async def _stream(response: ClientResponse, agent: DownstreamResponse) -> None:
         new = repetition.new_part(chunk)
         if new:
             # Only now: an answer that breaks off before its first byte may yet become another one.
-            await agent.begin(response.status, response.raw_headers)
+            if not agent.begun:
+                await agent.begin(response.status, response.raw_headers)
             await agent.pass_on(new)
     repetition.check_reached()
     await agent.begin(response.status, response.raw_headers)

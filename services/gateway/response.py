@@ -7,7 +7,7 @@ it by its checksum: parts of two different answers are never joined.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 
 from starlette.types import Send
 
@@ -73,10 +73,11 @@ class DownstreamResponse:
         """What leaves out, from an answer made again, that which the agent has."""
         return Repetition(self.passed_on, self._checksum)
 
-    async def pass_on(self, chunk: bytes) -> None:
+    def pass_on(self, chunk: bytes) -> Awaitable[None]:
+        """A part of the body. Counted as passed on when this is called: await what it returns at once."""
         self.passed_on += len(chunk)
         self._checksum = zlib.crc32(chunk, self._checksum)
-        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        return self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def end(self, last: bytes = b"") -> None:
         self.ended = True

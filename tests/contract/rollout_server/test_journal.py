@@ -202,6 +202,44 @@ async def test_an_answer_is_kept_for_a_while_and_its_partial_answer_is_not(redis
         assert await one.journal.owner_of("g") is None
 
 
+async def test_a_partial_answer_is_kept_for_an_hour_after_one_of_its_last_parts(redis: Redis, run_id: str) -> None:
+    async with writer(redis, run_id, "a") as one:
+        await one.journal.open(BEGAN, [])
+        partial = one.journal.partial_key("s", "c")
+        await one.journal.add_partial("g", partial, PartialHead("call", 7))
+        assert 3000 < await redis.ttl(partial) <= 3600
+        await redis.expire(partial, 100)
+        for number in range(1, 33):
+            await one.journal.add_partial("g", partial, PartialPart(number, 0, 0, b"", b"", [], None))
+        assert 3000 < await redis.ttl(partial) <= 3600
+
+
+async def test_records_and_parts_that_are_written_together_each_heed_their_groups_owner(
+    redis: Redis, run_id: str
+) -> None:
+    async with writer(redis, run_id, "a") as one, writer(redis, run_id, "b") as other:
+        for group_id in ("g", "lost"):
+            await one.journal.open(msgspec.structs.replace(BEGAN, group_id=group_id), [])
+        assert await other.journal.claim("lost", "a/1") is not None
+        parts = [PartialPart(number, 0, 0, b"", b"", [], None) for number in (1, 2)]
+        here, there = one.journal.partial_key("s", "c"), one.journal.partial_key("s", "d")
+        done = await asyncio.gather(
+            one.journal.add_partial("g", here, parts[0]),
+            one.write(1.0),
+            one.journal.add_partial("lost", there, parts[0]),
+            one.journal.append("lost", reward(5.0), lambda: one.applied.append(5.0), answer=("x", b"said")),
+            one.write(2.0),
+            one.journal.add_partial("g", here, parts[1]),
+            return_exceptions=True,
+        )
+        assert [type(each) for each in done if each is not None] == [DrainingError, DrainingError]
+        assert [each is None for each in done] == [True, True, False, False, True, True]
+        assert await one.journal.read_partial(here) == parts
+        assert await one.journal.read_partial(there) == []
+        assert await values(one.journal) == one.applied == [1.0, 2.0]
+        assert await one.journal.kept_answers("lost", ["x"]) == [None]
+
+
 @asynccontextmanager
 async def either(kind: str, redis: Redis, run_id: str) -> AsyncIterator[Journal | MemoryJournal]:
     if kind == "memory":
