@@ -33,6 +33,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.policies.training.layout import Layout
 from services.wire.errors import UsageError
+from trainer.parallel.exchange import share_memory
 from trainer.parallel.expert import averaged, expert_parallel, expert_plan, experts_on
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.tensor import tensor_parallel
@@ -80,16 +81,17 @@ def shard(model: nn.Module, ranks: Ranks) -> None:
         )
     mesh = mesh_of_shares(ranks.mesh, ranks.layout)
     if ranks.experts is not None:
-        _shard_experts(model, ranks.experts, ranks.layout)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        _shard_experts(model, ranks, ranks.experts)
+    sharded = [fully_shard(module, mesh=mesh) for module in (*layers, model)]
+    if ranks.device.type == "cpu":
+        share_memory(sharded, mesh.get_group(mesh.ndim - 1))
     setattr(model, _ENTRY, MethodType(_call, model))
     register_fsdp_forward_method(model, _ENTRY)
 
 
-def _shard_experts(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
+def _shard_experts(model: nn.Module, own: Ranks, mesh: DeviceMesh) -> None:
     """Ranks that have the same experts share their weights. Raises UsageError where these do not divide."""
+    layout = own.layout
     if layout.context == 1:
         same = mesh["replicate", "spread"] if layout.replicate > 1 else mesh["spread"]
     else:
@@ -110,8 +112,9 @@ def _shard_experts(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
             "set trainer.parallel.expert to more of the data ranks",
         )
 
-    for experts in experts_on(model, mesh["expert"]):
-        fully_shard(experts, mesh=same, shard_placement_fn=placed)
+    sharded = [fully_shard(each, mesh=same, shard_placement_fn=placed) for each in experts_on(model, mesh["expert"])]
+    if own.device.type == "cpu":
+        share_memory(sharded, same.get_group(same.ndim - 1))
 
 
 def mesh_of_shares(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
