@@ -121,10 +121,17 @@ _OPTIONS = {
     "bfloat16": ["trainer.micro_batch_tokens=2048", "trainer.dtype=bfloat16"],
     "tensor": ["trainer.micro_batch_tokens=2048", "trainer.parallel.tensor=2"],
     "context": ["trainer.micro_batch_tokens=2048", "trainer.parallel.context=2"],
+    "split": ["trainer.micro_batch_tokens=2048", "trainer.parallel.expert=2"],
+    "split, tensor": [
+        "trainer.micro_batch_tokens=2048",
+        "trainer.parallel.tensor=2",
+        "trainer.parallel.expert=2",
+    ],
 }
 _ALONE = frozenset({"8 bits"})
-_TOGETHER = frozenset({"tensor", "context"})
-"""Options that one rank alone has, and that two have."""
+_SPLIT = frozenset({"split", "split, tensor"})
+_TOGETHER = frozenset({"tensor", "context"}) | _SPLIT
+"""Options that one rank alone has, that mixtures of experts have, and that two ranks have."""
 
 
 def _case(model: str, option: str, ranks: int) -> Case:
@@ -137,7 +144,7 @@ EVERY = tuple(
     for ranks, others in ((1, _TOGETHER), (2, _ALONE))
     for model in _SMALL
     for option in _OPTIONS
-    if option not in others
+    if option not in others and (option not in _SPLIT or model == "experts")
 )
 """Hours of them."""
 SOME = tuple(
@@ -155,6 +162,8 @@ SOME = tuple(
         ("llama", "tensor", 2),
         ("qwen2", "context", 2),
         ("experts", "critic, reference", 2),
+        ("experts", "split", 2),
+        ("experts", "split, tensor", 2),
     )
 )
 """Each model alone and on two ranks, each option once: minutes."""
@@ -166,7 +175,8 @@ _GPU_BYTES = 80 << 30
 def _large(name: str, ranks: int, *overrides: str, layers: int = 6) -> tuple[Case, Machine]:
     """Of a known model, on so many GPUs; a few of its layers, for the sake of time."""
     configuration = {**QWEN3[name], "num_hidden_layers": layers}
-    case = Case(f"{name} on {ranks}", configuration, ["trainer.micro_batch_tokens=4096", *overrides])
+    split = next((f", experts split by {each.rpartition('=')[2]}" for each in overrides if ".expert=" in each), "")
+    case = Case(f"{name} on {ranks}{split}", configuration, ["trainer.micro_batch_tokens=4096", *overrides])
     return case, Machine(ranks, _GPU_BYTES)
 
 
@@ -177,11 +187,13 @@ LARGE = (
     _large("Qwen3-4B", 4, _SELECTIVE),
     _large("Qwen3-8B", 8),
     _large("Qwen3-30B-A3B", 8, _FULL),
+    _large("Qwen3-30B-A3B", 8, _FULL, "trainer.parallel.expert=8"),
+    _large("Qwen3-30B-A3B", 16, "trainer.parallel.expert=8"),
     _large("Qwen3-32B", 16, _FULL),
     _large("Llama-3-70B", 32, _FULL),
 )
-"""Seven that only plans are made of."""
-SOME_LARGE = LARGE[:3]
+"""Nine that only plans are made of."""
+SOME_LARGE = (*LARGE[:3], LARGE[5])
 
 
 def config_of(case: Case) -> Any:

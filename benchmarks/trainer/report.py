@@ -40,6 +40,8 @@ FIGURES = (
     "scaling_smollm2",
     "resume_equal",
     "resume_conflicts",
+    "parallel_max_error",
+    "parallel_half_error",
     "peak_vs_estimate",
     "formula_vs_fake",
 )
@@ -74,8 +76,11 @@ class TrainerBench(msgspec.Struct, frozen=True, kw_only=True):
     ranks on a core each ÷ one's; `pack_share`: share of a step for packing and advantages; `scaling_smollm2`:
     steps of two ranks ÷ one's, SmolLM2. `resume_equal`: 1 where a run whose ranks are killed ends with the bytes that other
     ranks compute, and trains all that was open (`benchmarks.trainer.killed_ranks`), else 0; `resume_conflicts`: versions
-    that the bus refused it. `peak_vs_estimate`: what `rollmesh memory` predicts ÷ the most resident memory of a process
-    that makes those steps; `formula_vs_fake`: its formula ÷ its fake run; each of the case that is farthest from 1.
+    that the bus refused it. `parallel_max_error`: the largest difference of losses, gradients and weights of ranks from one
+    process's, of each tensor's maximum, under each layout and option of memory; `parallel_half_error`: in bfloat16, the
+    error of ranks ÷ one process's (`benchmarks.trainer.rank_errors`). `peak_vs_estimate`: what `rollmesh memory` predicts ÷
+    the most resident memory of a process that makes those steps; `formula_vs_fake`: its formula ÷ its fake run; each of
+    the case that is farthest from 1.
     """
 
     packed_vs_padded: float | None
@@ -103,6 +108,8 @@ class TrainerBench(msgspec.Struct, frozen=True, kw_only=True):
     scaling_smollm2: float | None
     resume_equal: float | None
     resume_conflicts: float | None
+    parallel_max_error: float | None
+    parallel_half_error: float | None
     peak_vs_estimate: float | None
     formula_vs_fake: float | None
     rounds: dict[str, list[float]]

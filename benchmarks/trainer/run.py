@@ -31,6 +31,9 @@ def trainer(
     kills: Annotated[
         int, typer.Option(min=0, help="Kills of ranks in a run of two, a quarter of a minute each; 0: no such run")
     ] = 20,
+    errors: Annotated[
+        bool, typer.Option(help="Whether 1, 2 and 4 ranks are held against one process, some minutes, 2 GB")
+    ] = True,
     plans: Annotated[
         bool, typer.Option(help="Whether plans of memory are held against processes and the formula, ten minutes, 3 GB")
     ] = True,
@@ -56,6 +59,7 @@ def trainer(
         from benchmarks.trainer.peaks import measure_peaks
         from benchmarks.trainer.planned import EVERY, LARGE, measure_plans
         from benchmarks.trainer.prefixes import measure_prefixes
+        from benchmarks.trainer.rank_errors import measure_rank_errors
         from benchmarks.trainer.ranks import measure_ranks, measure_smollm2_ranks
         from benchmarks.trainer.step_speed import HeavyTail, SpeedPlan, measure_speed, with_long_prompts
 
@@ -83,6 +87,8 @@ def trainer(
     ]
     if kills:
         parts.append(asyncio.run(measure_killed_ranks(seed, say, kills=kills)))
+    if errors:
+        parts.append(asyncio.run(measure_rank_errors(say)))
     if all_plans:
         parts.append(asyncio.run(measure_plans(say, threads, EVERY, LARGE)))
     elif plans:

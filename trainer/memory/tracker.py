@@ -10,8 +10,9 @@ operation.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from math import ceil
 from typing import Any
 
@@ -46,6 +47,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within it operations are watched. `where`: what is going on; whoever knows it sets it. `events`: in their order.
 
     `answer`: what is read from a fake tensor, which holds no number (`tensor.item()`). None: that is an error, as ever.
+    `reads` has other integers told.
     `found`: which part of a fake mask's places is taken for set (`mask.nonzero()`).
 
     Autograd adds a second gradient of a tensor to the first in place, but not where a mode such as this one is on.
@@ -58,6 +60,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.summed = summed
         self._answer, self._found = answer, found
+        self._integers: Iterator[int] | None = None
         self._numbers = 0
         self._known: dict[int, _Known] = {}
         """By the address of torch's own object, while it lives."""
@@ -71,6 +74,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count these, which are there already. Returns the numbers of their storages."""
         return [self._see(tensor) for tensor in tensors]
 
+    def reads(self, integers: Sequence[int] | None) -> None:
+        """From now on these are read of fake tensors of integers, in turn; None: what `answer` says."""
+        self._integers = None if integers is None else cycle(integers)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -79,6 +86,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         given = kwargs or {}
         if self._answer is not None and func is torch.ops.aten._local_scalar_dense.default:
+            if self._integers is not None and args[0].dtype == torch.int64:
+                return next(self._integers)
             return _as_number(self._answer, args[0].dtype)
         if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
             # Of several dimensions it is torch's, of where this rank stands in a mesh.

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import (
     _get_parameter_plan,
     apply_expert_parallelism,
+    replace_layer_number_by_wildcard,
 )
 
 from services.wire.errors import UsageError
@@ -68,6 +69,16 @@ def experts_on(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
         module
         for module in model.modules()
         if any(isinstance(each, DTensor) and each.device_mesh == mesh for each in module.parameters(recurse=False))
+    ]
+
+
+def dispatching(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules of `model` that send tokens to experts on other ranks, once they are cut; whatever was sharded since."""
+    plan = model.ep_plan
+    return [
+        module
+        for name, module in model.named_modules()
+        if plan.get(replace_layer_number_by_wildcard(name)) == _DISPATCH
     ]
 
 

@@ -79,9 +79,7 @@ class Ranks:
             raise UsageError(f"{layout} makes {layout.ranks} ranks, and {size} were started", "set trainer.parallel")
         device = _own_device() if device is None else device
         mesh = init_device_mesh(device.type, layout.shape, mesh_dim_names=DIMENSIONS)
-        experts = None
-        if layout.expert_on == "data":
-            experts = mesh._unflatten("data", (layout.data // layout.expert, layout.expert), ("spread", "expert"))
+        experts = mesh_of_experts(mesh, layout)
         orders = dist.new_group(backend="gloo", timeout=timedelta(seconds=ORDER_S))
         ranks = Ranks(rank, layout, device, mesh, experts, _orders=orders)
         return replace(ranks, launch=ranks.gather(secrets.token_hex(8).encode())[0].decode())
@@ -158,6 +156,13 @@ class Ranks:
             parts = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
             dist.all_gather(parts, padded, group=self._orders)
         return [found[: int(size)].numpy().tobytes() for found, size in zip(parts, sizes, strict=True)]
+
+
+def mesh_of_experts(mesh: DeviceMesh, layout: Layout) -> DeviceMesh | None:
+    """`Ranks.experts`, of ranks in `mesh`."""
+    if layout.expert_on != "data":
+        return None
+    return mesh._unflatten("data", (layout.data // layout.expert, layout.expert), ("spread", "expert"))
 
 
 @contextmanager

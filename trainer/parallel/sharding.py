@@ -92,12 +92,7 @@ def shard(model: nn.Module, ranks: Ranks) -> None:
 def _shard_experts(model: nn.Module, own: Ranks, mesh: DeviceMesh) -> None:
     """Ranks that have the same experts share their weights. Raises UsageError where these do not divide."""
     layout = own.layout
-    if layout.context == 1:
-        same = mesh["replicate", "spread"] if layout.replicate > 1 else mesh["spread"]
-    else:
-        same = mesh["spread", "context"]._flatten("spread_context")
-        if layout.replicate > 1:
-            same = mesh._get_root_mesh()["replicate", "spread_context"]
+    same = mesh_of_same_experts(mesh, layout)
     ranks = layout.data // layout.expert * layout.context
 
     def placed(weight: nn.Parameter) -> Shard:
@@ -124,6 +119,14 @@ def mesh_of_shares(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
     shares = mesh["data", "context"]._flatten("data_context")
     # Flattened dimensions are found on the mesh that they are of.
     return mesh["replicate", "data_context"] if layout.replicate > 1 else shares
+
+
+def mesh_of_same_experts(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+    """Whose ranks share the weights of the experts that they all have. `mesh`: `Ranks.experts`."""
+    if layout.context == 1:
+        return mesh["replicate", "spread"] if layout.replicate > 1 else mesh["spread"]
+    same = mesh["spread", "context"]._flatten("spread_context")
+    return mesh._get_root_mesh()["replicate", "spread_context"] if layout.replicate > 1 else same
 
 
 def inside(model: nn.Module, work: Callable[[], _Found]) -> _Found:

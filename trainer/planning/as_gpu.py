@@ -94,10 +94,12 @@ class _Kernel(torch.autograd.Function):
 
 
 def larger_chunks(vocabulary: int, options: MemoryOptions) -> int:
-    """Bytes by which a GPU's chunk of logits is larger than a CPU's, as the head holds them at once."""
-    few, many = (min(options.tokens, max(1, HEAD_CHUNK[gpu] // vocabulary)) for gpu in (False, True))
+    """Bytes by which a GPU's chunk of logits is larger than a CPU's, as the head holds them at once. Tensor ranks share the
+    vocabulary, context ranks the tokens."""
+    tokens, width = -(-options.tokens // options.layout.context), vocabulary // options.layout.tensor
+    few, many = (min(tokens, max(1, HEAD_CHUNK[gpu] // width)) for gpu in (False, True))
     one = 10 if options.half else 8
-    return vocabulary * (many * (one if many == options.tokens else 12) - few * (one if few == options.tokens else 12))
+    return width * (many * (one if many == tokens else 12) - few * (one if few == tokens else 12))
 
 
 def placed(

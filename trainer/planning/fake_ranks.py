@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from services.policies.training.layout import DIMENSIONS, Layout
 from services.wire.errors import UsageError
-from trainer.parallel.ranks import Ranks
-from trainer.parallel.sharding import mesh_of_shares
+from trainer.parallel.ranks import Ranks, mesh_of_experts
+from trainer.parallel.sharding import mesh_of_same_experts, mesh_of_shares
 
 
 class _Alike(Ranks):
@@ -39,6 +39,9 @@ def fake_ranks(layout: Layout) -> Iterator[Ranks | None]:
         mesh = init_device_mesh("cpu", layout.shape, mesh_dim_names=DIMENSIONS)
         # Made now, when a mesh can still be asked where its ranks stand.
         mesh_of_shares(mesh, layout)
-        yield _Alike(0, layout, torch.device("cpu"), mesh)
+        experts = mesh_of_experts(mesh, layout)
+        if experts is not None:
+            mesh_of_same_experts(experts, layout)
+        yield _Alike(0, layout, torch.device("cpu"), mesh, experts)
     finally:
         dist.destroy_process_group()

@@ -22,8 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from services.config.lora import LoraSettings
 from services.config.settings import RunSettings
 from services.host.models import check_code
+from services.policies.training.layout import Layout
 from services.policies.training.memory import MemoryOptions
-from services.wire.errors import NoModelError, UsageError
+from services.wire.errors import NoModelError
 from trainer.data.packing import PackedBatch
 from trainer.memory.tracker import Tracker
 from trainer.model import packed_attention
@@ -75,7 +76,7 @@ def run_fake(config: PretrainedConfig, settings: RunSettings, options: MemoryOpt
     """The plan of one rank. `options`: of the settings, for the machine that is planned for; `row`: tokens of each row of a
     pass, left out: one row is the pass.
 
-    Raises UsageError as `make_roles` does, and for expert ranks.
+    Raises UsageError as `make_roles` does.
     """
     packed_attention.register()
     told = True
@@ -102,10 +103,6 @@ def _run(
     text = config.get_text_config()
     tied = bool(getattr(config, "tie_word_embeddings", False))
     shared = {torch.Size((int(text.vocab_size), int(text.hidden_size)))} if tied else set()
-    if options.layout.expert > 1:
-        raise UsageError(
-            f"{options.layout}: the fake run knows no expert ranks", "give --quick: the formula knows them too"
-        )
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     tracker = Tracker(answer=_ANSWER, found=1.0 / options.layout.context, summed=shared)
     watch = Watch(tracker)
@@ -113,6 +110,7 @@ def _run(
 
     def load() -> PreTrainedModel:
         made.append(_fake_policy(config, told=told, trusted=settings.model.trust_remote_code))
+        watch.sends_evenly(made[-1], options.layout)
         return made[-1]
 
     def adapt(model: PreTrainedModel, lora: LoraSettings, seed: int) -> Adapters:
@@ -147,8 +145,12 @@ def _run(
         sum(weight.numel() for weight in weights),
         sum(weight.numel() for weight in weights if weight.requires_grad),
         learner.separation,
-        tuple(assumed),
+        (*assumed, *_even(options.layout)),
     )
+
+
+def _even(layout: Layout) -> list[str]:
+    return ["each rank's experts get as many tokens as another's"] if layout.expert > 1 else []
 
 
 def _computed(batch: PackedBatch) -> int:

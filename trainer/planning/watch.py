@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from services.policies.training.layout import Layout
 from trainer.memory.tracker import Tracker
 from trainer.model.forward import layers_of
+from trainer.parallel.expert import dispatching
 from trainer.planning.timeline import BACKWARD, FORWARD, HEAD
 
 
@@ -28,6 +31,27 @@ class Watch:
     def holds(self, part: str, tensors: Iterable[Tensor]) -> None:
         """`tensors`, which are there, are of this part."""
         self.known |= dict.fromkeys(self._tracker.add(tensors), part)
+
+    def sends_evenly(self, model: PreTrainedModel, layout: Layout) -> None:
+        """From now on each rank that splits the experts of `model` is sent as many tokens as the others: fake tokens choose
+        none. Before they are cut."""
+        if layout.expert == 1:
+            return
+
+        def sends(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            tokens, chosen, *_weights = arguments
+            # Of tensor ranks, which have the same tokens, each sends its part.
+            pairs = -(-len(tokens) // layout.tensor) * chosen.shape[-1]
+            ends = [pairs * number // layout.expert for number in range(layout.expert + 1)]
+            self._tracker.reads([end - begin for begin, end in pairwise(ends)])
+
+        def sent(*_: object) -> None:
+            self._tracker.reads(None)
+
+        for experts in dispatching(model):
+            experts.register_forward_pre_hook(sends)
+            # Also where a layer that is computed once more ends early, by an exception.
+            experts.register_forward_hook(sent, always_call=True)
 
     @contextmanager
     def following(self, model: PreTrainedModel, whose: str = "") -> Iterator[None]:

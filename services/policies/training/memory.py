@@ -98,12 +98,13 @@ class _Step:
         """Whether layers' weights are collected for their passes: also where nobody else has parts of them."""
         self.tokens = -(-options.tokens // layout.context)
         experts = shape.hidden * shape.experts * 3 * shape.expert_width
-        held = (shape.layer - experts) / self.tensor + experts / max(self.tensor, layout.expert)
-        self.layer = held
+        self.layer = (shape.layer - experts) / self.tensor + experts / max(self.tensor, layout.expert)
         """Weights of a layer that this rank computes with."""
         self.outer = shape.outer - shape.embedding * (1.0 - 1.0 / self.tensor)
         """Of no layer: the head is cut, the embedding where it is the head."""
-        self.weights = shape.layers * held + self.outer
+        self.held = shape.layer / self.tensor
+        """That data ranks share: those that split experts hold no fewer of them, as fewer have the same ones."""
+        self.weights = shape.layers * self.held + self.outer
         adapters = shape.layers * shape.adapters(options.lora_rank) / self.tensor
         self.trained = adapters if options.lora_rank else self.weights
         self.all = self.weights + (adapters if options.lora_rank else 0.0)
@@ -212,8 +213,10 @@ class _Step:
         found += (queries * shape.queries + keys * shape.keys) / self.tensor
         found += 4.0 * (2 + 2 * shape.heads / self.tensor)
         if shape.experts:
-            # Its tokens are laid out once for each expert that they go to.
-            own = 4.0 * (2 * shape.hidden + 4 * shape.expert_width)
+            # Its tokens are laid out once for each expert that they go to: tensor ranks that split experts lay out a part
+            # of them each, others a part of the width.
+            apart = self.tensor if self.options.layout.expert_on == "tensor" else 1
+            own = 4.0 * (2 * shape.hidden / apart + 4 * shape.expert_width / self.tensor)
             found += shape.chosen * own + 8.0 * shape.experts
         else:
             found += widths.feed_forward * shape.feed_forward / self.tensor
@@ -241,7 +244,7 @@ class _Step:
     def _head(self) -> float:
         """Of the chunked language head, forward and backward."""
         options, width = self.options, self.shape.hidden
-        rows = max(1, HEAD_CHUNK[options.gpu] // self.shape.vocabulary)
+        rows = max(1, HEAD_CHUNK[options.gpu] // int(self._vocabulary))
         several = self.tokens > rows
         logits = min(rows, self.tokens) * self._vocabulary
         bytes_each = 12.0 if several else 10.0 if options.half else 8.0
@@ -263,7 +266,9 @@ class _Step:
         if where == "scatter":
             return 4.0 * (self.outer + self.layer * (4.0 if trains else 2.0))
         layers = 2.0 if self.options.checkpointing == "none" else 3.0
-        return 4.0 * (self.outer + self.layer * (layers + (1.0 / self.data if trains else 0.0)))
+        # Where nobody shares them, the gradients are their share.
+        share = self.held / self.data if trains and self.data > 1 else 0.0
+        return 4.0 * (self.outer + self.layer * layers + share)
 
 
 @dataclass(frozen=True)

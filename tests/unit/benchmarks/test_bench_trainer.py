@@ -15,10 +15,12 @@ from benchmarks.trainer.device import OF_1_7B, OF_8B, Shape, measure_device
 from benchmarks.trainer.peaks import Sizes, measure_peaks
 from benchmarks.trainer.planned import Case, measure_plans, sized
 from benchmarks.trainer.prefixes import measure_prefixes
+from benchmarks.trainer.rank_errors import measure_rank_errors
 from benchmarks.trainer.ranks import measure_ranks
 from benchmarks.trainer.report import FIGURES, Measured, as_table, put_together
 from benchmarks.trainer.step_speed import PROMPT_TOKENS, HeavyTail, PaddedLoop, SpeedPlan, as_groups, measure_speed
 from services.config.settings import TrainerSettings
+from services.policies.training.layout import Layout
 from trainer.data.packing import pack
 from trainer.data.rows import rows_of
 from trainer.model.learner import Learner
@@ -129,3 +131,17 @@ async def test_two_ranks_are_measured_against_one() -> None:
     assert set(measured.rounds) == {"scaling_2", "pack_share"} <= set(FIGURES)
     assert 0.0 < measured.rounds["pack_share"][0] < 0.5 < 2.5 * measured.rounds["scaling_2"][0]
     assert "s on two" in said[0]
+
+
+async def test_ranks_that_split_experts_are_held_against_one_process() -> None:
+    said: list[str] = []
+    layouts = {2: [Layout(data=2, expert=2)]}
+    measured = await measure_rank_errors(said.append, layouts, ("plain", "full", "bfloat16"), steps=2)
+    assert set(measured.rounds) == {"parallel_max_error", "parallel_half_error"} <= set(FIGURES)
+    # Sums are made in another order: not 0.
+    assert 0.0 < measured.rounds["parallel_max_error"][0] <= 1e-5
+    assert 0.5 < measured.rounds["parallel_half_error"][0] <= 2.0
+    assert [line.partition(":")[0] for line in said if "expert," in line] == [
+        f"2 data × 2 expert, experts, {option}" for option in ("plain", "full", "bfloat16")
+    ]
+    assert "trainer.optimizer.offload=true" in measured.seen["refused with several ranks"]

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from typer.testing import CliRunner
 
-from benchmarks.trainer.planned import QWEN3, Case, by_formula, config_of, predicted, settings_of, sized
+from benchmarks.trainer.planned import Case, by_formula, config_of, predicted, settings_of, sized
 from services.policies.training.memory import estimate
 from services.policies.training.model_shape import shape_of
 from services.wire.errors import UsageError
@@ -167,33 +166,43 @@ def test_tensor_and_context_ranks_are_planned(context: int, tied: bool) -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_expert_ranks_are_known_to_the_formula_alone() -> None:
-    case = Case("experts", QWEN3["Qwen3-30B-A3B"], [TOKENS])
-    settings, shape = settings_of(case), shape_of(case.configuration)
-    options = options_of(settings, Machine(2))
-    split = replace(options, layout=replace(options.layout, expert=2))
-    assert estimate(shape, split).total < estimate(shape, options).total
-    with pytest.raises(UsageError, match="the fake run knows no expert ranks"):
-        run_fake(config_of(case), settings, split)
+MIXTURE = sized(
+    64, 2, (4, 2, 16), 192, 512, kind="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+)
 
 
 def test_experts_are_planned() -> None:
-    case = Case(
-        "experts",
-        sized(
-            64,
-            2,
-            (4, 2, 16),
-            192,
-            512,
-            kind="qwen3_moe",
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-        ),
-        [TOKENS],
-    )
+    case = Case("experts", MIXTURE, [TOKENS])
     assert by_formula(case) == pytest.approx(predicted(case).tightest.total, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, {"expert": 2}),
+        (4, {"expert": 2, "context": 2}),
+        (2, {"expert": 2, "tensor": 2}),
+        (4, {"expert": 2, "tensor": 2}),
+    ],
+    ids=["data", "data, context", "tensor", "tensor, data"],
+)
+def test_ranks_that_split_experts_are_planned(ranks: int, layout: dict[str, int]) -> None:
+    """Experts are most of this model, so that what is said of them shows."""
+    shape = {**MIXTURE, "num_experts": 16, "moe_intermediate_size": 64}
+    parallel = [f"trainer.parallel.{name}={size}" for name, size in layout.items()]
+    case = Case("ranks", shape, [TOKENS, *parallel], ranks)
+    plan, alone = predicted(case), predicted(Case("alone", shape, [TOKENS]))
+    parts = plan.tightest.parts
+    # Each rank holds its share of everything; tensor ranks have embedding, norms and routers whole.
+    assert parts["weights"] / alone.tightest.parts["weights"] == pytest.approx(1 / ranks, abs=0.06)
+    assert parts["optimizer"] == pytest.approx(2 * parts["weights"], rel=0.01)
+    assert by_formula(case) == pytest.approx(plan.tightest.total, rel=0.1)
+    assert any("as many tokens" in said for said in plan.assumed)
+    # A layer's weights are collected without the experts of other ranks.
+    data = predicted(Case("data ranks", shape, [TOKENS], ranks))
+    most = [max(moment.parts.get("gathered", 0) for moment in each.moments) for each in (plan, data)]
+    assert most[0] < 0.8 * most[1]
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.fixture

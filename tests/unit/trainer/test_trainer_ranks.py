@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.trainer.rank_steps import largest_error, mean_distance
 from services.policies.training.layout import Layout
 from tests.support.rank_pool import RankPool
-from tests.support.trained_by_ranks import Arrays, train
+from tests.support.trained_by_ranks import train
 
 LAYOUTS = {
     "2 data": {"data": 2},
@@ -44,12 +46,6 @@ def settings_of(option: str) -> dict[str, Any]:
     # Passes of few tokens: several on each rank, and not equally many.
     trainer = {"learning_rate": 0.05, "warmup_steps": 0, "micro_batch_tokens": 120, "clip_grad_norm": 0.5}
     return {"k": 3, "trainer": trainer | OPTIONS[option]}
-
-
-def off(found: Arrays, wanted: Arrays) -> float:
-    """The largest difference, of each tensor's maximum."""
-    assert found.keys() == wanted.keys()
-    return max(float(np.abs(found[name] - wanted[name]).max() / (np.abs(wanted[name]).max() or 1.0)) for name in wanted)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +82,10 @@ def test_ranks_come_to_what_one_process_does(rank_pool: RankPool, option: str, l
     assert alone is not None
     assert max(float(np.abs(each).max()) for each in alone[1].values()) > 1e-3, "there is something to learn"
     told, gradients, weights = rank_pool.run(Layout(**shape).ranks, how, shape, settings_of(option))[0]
-    assert off(gradients, alone[1]) <= 1e-5 and off(weights, alone[2]) <= 1e-5
-    for found, wanted in zip(told, alone[0], strict=True):
-        same(found, wanted)
+    assert largest_error(gradients, alone[1]) <= 1e-5 and largest_error(weights, alone[2]) <= 1e-5
+    for found, wanted in zip(told, alone.told, strict=True):
+        for one, other in zip(found, wanted, strict=True):
+            same(asdict(one), asdict(other))
 
 
 @pytest.mark.parametrize("layout", ["2 data", "experts on 2 data", "experts on 2 tensor"])
@@ -99,14 +96,8 @@ def test_the_error_of_16_bits_is_not_twice_that_of_one_process(rank_pool: RankPo
     exact, one = how(0, {}, settings_of("plain")), how(0, {}, half)
     found = rank_pool.run(2, how, shape, half)[0]
     assert exact is not None and one is not None
-    assert 0.0 < distance(one[1], exact[1]) < 0.5
-    assert distance(found[1], exact[1]) <= 2.0 * distance(one[1], exact[1])
-
-
-def distance(found: Arrays, wanted: Arrays) -> float:
-    """Root mean square over tensors of their distances, of each one's size."""
-    pairs = ((found[name], array) for name, array in wanted.items() if array.any())
-    return float(np.sqrt(np.mean([np.square(np.linalg.norm(one - two) / np.linalg.norm(two)) for one, two in pairs])))
+    assert 0.0 < mean_distance(one[1], exact[1]) < 0.5
+    assert mean_distance(found[1], exact[1]) <= 2.0 * mean_distance(one[1], exact[1])
 
 
 def same(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -120,4 +111,4 @@ def test_ranks_without_a_row_take_part(rank_pool: RankPool) -> None:
     few = settings_of("critic")
     alone = train(0, {}, few, 2, 1, 2)
     told = rank_pool.run(4, train, LAYOUTS["4 data"], few, 2, 1, 2)[0]
-    assert alone is not None and off(told[1], alone[1]) <= 1e-5 and off(told[2], alone[2]) <= 1e-5
+    assert alone is not None and largest_error(told[1], alone[1]) <= 1e-5 and largest_error(told[2], alone[2]) <= 1e-5
