@@ -52,7 +52,11 @@ def install() -> None:
     EngineCore.rollmesh_rollback = rollback
     EngineCore.rollmesh_digest = digest
     if current_platform.is_cpu():
+        # Imported here: it brings torch.
+        from weight_bus.vllm.experts import keep_experts_live
+
         keep_linears_live()
+        keep_experts_live()
 
 
 def keep_linears_live() -> None:

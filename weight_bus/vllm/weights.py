@@ -6,8 +6,8 @@ vLLM fuses: `qkv_proj` holds the rows of `q_proj`, `k_proj` and `v_proj` one bel
     vLLM parameter          [ q rows | k rows | v rows ]        one storage
     Hugging Face names        q_proj   k_proj   v_proj          row views into it
 
-The model class's `packed_modules_mapping` says which names a fused module holds; of a tensor parallel engine, every rank
-has its slices (`weight_bus.vllm.weights`). Only unquantised weights.
+The model class's `packed_modules_mapping` says which names a fused module holds; experts have a file of their own
+(`weight_bus.vllm.experts`). Of a tensor parallel engine, every rank has its slices. Only unquantised weights.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 
 from weight_bus.errors import StageError
 from weight_bus.receiver.buckets import Slice
+from weight_bus.vllm.experts import expert_views, is_experts
 from weight_bus.vllm.sets import ShadowMode, make_sets
 
 
@@ -86,7 +87,9 @@ def hugging_face_views(
         module = model.get_submodule(owner)
         _check_replaceable(name, tensor)
         parent, _, last = owner.rpartition(".")
-        if last in packed:
+        if is_experts(module):
+            yield from expert_views(name, module, tensor)
+        elif last in packed:
             prefix = f"{parent}." if parent else ""
             for number, (part, rows) in enumerate(_parts(name, module, packed[last], tensor)):
                 yield f"{prefix}{part}.{leaf}", rows, slice_of_part(module, number, rows)

@@ -23,7 +23,7 @@ from weight_bus.manifest.manifest import decode_manifest
 from weight_bus.memory.throttle import background_threads
 from weight_bus.receiver.receiver import Receiver
 from weight_bus.transports.select import make_readers
-from weight_bus.vllm.packing import PackedLinears
+from weight_bus.vllm.packing import PackedLayers
 from weight_bus.vllm.protocol import SHADOW, Attached, Committed, Digest, Reply, Staged, encode_reply, failure
 from weight_bus.vllm.sets import shadow_mode, update_bytes
 from weight_bus.vllm.weights import VllmWeights, check_linears_are_live
@@ -48,7 +48,7 @@ class Attachment:
         self.fixed = False
         """For the life of the engine; else another run may take its place."""
         self.weights = VllmWeights(model, shadow_mode(os.environ.get(SHADOW, "device")))
-        self.packed = PackedLinears(model)
+        self.packed = PackedLayers(model)
         self.packed.pack(0, self.weights.storage)
         self.packed.flip(0)
         self.threads = background_threads("rollmesh-weights")

@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 import torch
 from torch import nn
 
-from weight_bus.vllm.packing import PackedLinears, can_pack
+from weight_bus.vllm.packing import PackedLayers, can_pack
 
 pytestmark = pytest.mark.vllm
 X = torch.randn(5, 24, generator=torch.Generator().manual_seed(1))
@@ -65,7 +65,7 @@ def newer(model: Model) -> dict[str, torch.Tensor]:
 
 def test_a_version_is_served_from_the_copies_packed_for_it() -> None:
     model = Model()
-    packed, new = PackedLinears(model), newer(model)
+    packed, new = PackedLayers(model), newer(model)
     packed.pack(7, new)
     assert close(model.products(), expected(storage(model)))
     serve(model, new)
@@ -76,7 +76,7 @@ def test_a_version_is_served_from_the_copies_packed_for_it() -> None:
 
 def test_copies_of_another_version_are_never_served() -> None:
     model = Model()
-    packed, new = PackedLinears(model), newer(model)
+    packed, new = PackedLayers(model), newer(model)
     packed.pack(7, storage(model))
     serve(model, new)
     packed.flip(8)
@@ -87,7 +87,7 @@ def test_copies_of_another_version_are_never_served() -> None:
 
 def test_a_superseded_version_that_is_packed_late_does_not_take_the_newer_ones_place() -> None:
     model = Model()
-    packed, new = PackedLinears(model), newer(model)
+    packed, new = PackedLayers(model), newer(model)
     packed.pack(8, new)
     packed.pack(7, storage(model))
     serve(model, new)
@@ -99,7 +99,7 @@ def test_a_superseded_version_that_is_packed_late_does_not_take_the_newer_ones_p
 def test_packed_copies_do_not_follow_the_memory_they_were_packed_from() -> None:
     """The shadow is written over by the next stage while these are served."""
     model = Model()
-    packed, new = PackedLinears(model), newer(model)
+    packed, new = PackedLayers(model), newer(model)
     wanted = expected(new)
     packed.pack(7, new)
     packed.flip(7)
