@@ -62,6 +62,7 @@ class StageAnswer:
     """Result of a stage: the version lies whole and verified in shadow memory. `bytes_read`: what was transferred for it.
 
     `rank_digests`: the digest that each rank staged, where an engine has several; the bus checks that all are the same.
+    `rank_bytes`: what of `bytes_read` each rank transferred.
     """
 
     __pydantic_config__ = _NO_OTHER_FIELDS
@@ -70,6 +71,7 @@ class StageAnswer:
     bytes_read: int
     seconds: float
     rank_digests: list[str] | None = None
+    rank_bytes: list[int] | None = None
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ _ZEROS = bytes(4096)
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Where a piece of a tensor is put together. `kept`: it is the tensor's own memory."""
 
     piece: Piece
@@ -45,7 +45,7 @@ class BucketRead:
     owner: int
     offset: int
     into: memoryview
-    places: list[tuple[ShardPiece, _Place]] = field(default_factory=list)
+    places: list[tuple[ShardPiece, Place]] = field(default_factory=list)
 
     def arrived(self) -> None:
         """Put the runs where they belong."""
@@ -164,16 +164,16 @@ class _Sharded:
         # Buckets are whole when the last owner was read: few of them are under way at once, though they need no scratch.
         self.weight = self.scratch_bytes + self._length
         self.count = len(self._direct) + len(self._merged)
-        self._places: list[_Place] = []
+        self._places: list[Place] = []
 
     def reads(self, scratch: memoryview) -> list[BucketRead]:
         used = 0
         for piece, own in zip(self._pieces, self._in_place, strict=True):
             if own is None:
-                self._places.append(_Place(piece, scratch[used : used + piece.length], kept=False))
+                self._places.append(Place(piece, scratch[used : used + piece.length], kept=False))
                 used += piece.length
             else:
-                self._places.append(_Place(piece, own, kept=True))
+                self._places.append(Place(piece, own, kept=True))
         at = {place.piece.tensor: place for place in self._places}
         found: list[BucketRead] = []
         for owner, part in self._direct:

@@ -1,4 +1,4 @@
-"""Buckets to tensors: which bytes of which tensor are in which bucket; slices of tensor parallel ranks; digests.
+"""Buckets to tensors: which bytes of which tensor are in which bucket; digests.
 
     bucket   | piece of t0 |pad| piece of t1 … |          Piece: tensor, its offset, the bucket's offset, length
     memory   t0 ▓▓▓▓▓▓▓      t1 ▓▓▓▓▓▓▓▓                  host memory of contiguous tensors is read and written in place
@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from blake3 import blake3
 
 from weight_bus.errors import StageError
+from weight_bus.manifest.delta import Words
 from weight_bus.manifest.layout import (
     DEFAULT_BUCKET_BYTES,
     Piece,
@@ -30,8 +30,10 @@ from weight_bus.manifest.shard_map import ShardMap
 from weight_bus.manifest.tensors import bytes_under, dtype_name, flat_bytes, host_bytes
 from weight_bus.memory.arena import copy_bytes
 from weight_bus.memory.throttle import BESIDE_DECODING, CpuThrottle
+from weight_bus.receiver.slices import Offsets, Slice, read_slice, words_of_slice, write_slice
 
 _ZEROS = bytes(4096)
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class BucketPlan:
 class Memory:
     """The bytes of a set of tensors, by their number in the layout. Pieces of host memory are views, never copies.
 
-    Tensors that `slices` names are parts of the layout's: they can only be written.
+    Tensors that `slices` names are parts of the layout's: of a piece only their bytes are written, or read by `read_into`.
     """
 
     def __init__(
@@ -144,6 +146,40 @@ class Memory:
         return part.cpu().numpy().data
 
     @torch.inference_mode()
+    def read_into(self, piece: Piece, out: memoryview) -> None:
+        """Copy the piece's bytes to their places in `out`: of a slice those that are here, the others stay."""
+        part = self._slices[piece.tensor]
+        if part is None:
+            copy_bytes(self.read(piece), out)
+            return
+        tensor = self._tensors[piece.tensor]
+        if not tensor.is_contiguous():
+            tensor = self._copies.setdefault(piece.tensor, tensor.contiguous())
+        read_slice(tensor, part, piece.tensor_offset, out)
+
+    @torch.inference_mode()
+    def put_words(self, number: int, offsets: Offsets, values: Words) -> None:
+        """Put words at these bytes of tensor `number`, as the layout has it; those that are not in a slice are left out.
+
+        `offsets` are multiples of a word's size. What is not contiguous is seen by others after `finish`.
+        """
+        tensor, part = self._tensors[number], self._slices[number]
+        if not tensor.is_contiguous():
+            tensor = self._beside.setdefault(number, tensor.contiguous())
+        if part is not None:
+            offsets, values = words_of_slice(tensor, part, offsets, values)
+        if not len(offsets):
+            return
+        size = values.dtype.itemsize
+        words = bytes_under(tensor).view(_WORDS[size])
+        places = torch.from_numpy(offsets // size).to(words.device)
+        words.index_copy_(0, places, torch.from_numpy(values.view(f"i{size}")).view(_WORDS[size]).to(words.device))
+
+    def held_by_slice(self, number: int) -> bool:
+        """Whether only a part of tensor `number` is here."""
+        return self._slices[number] is not None
+
+    @torch.inference_mode()
     def finish(self) -> None:
         """Copy what was written beside tensors that are not contiguous into them."""
         for number, whole in self._beside.items():
@@ -213,60 +249,6 @@ def _pad(digest: blake3, length: int) -> None:
         length -= len(_ZEROS)
 
 
-@dataclass(frozen=True)
-class Slice:
-    """A tensor parallel rank's part of a tensor: `shape` is of the whole, the rank's part begins at `start` along `dim`.
-
-        dim 0   ┌───────────┐          dim 1   ┌───┬───┬───┐
-                ├───────────┤ start            │   │ ▓ │   │
-                │▓▓▓▓▓▓▓▓▓▓▓│                  │   │ ▓ │   │    both: columns `begin` to `end` of every row
-                └───────────┘                  └───┴───┴───┘    (of one row only, where dim is 0)
-
-    Ranks read whole buckets, because hashes are of whole buckets, and keep their part.
-    """
-
-    shape: tuple[int, ...]
-    dim: int
-    start: int
-
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of this shape can be the slice."""
-        others = [size for dim, size in enumerate(shape) if dim != self.dim]
-        return (
-            len(shape) == len(self.shape)
-            and others == [size for dim, size in enumerate(self.shape) if dim != self.dim]
-            and self.start + shape[self.dim] <= self.shape[self.dim]
-        )
-
-
-def write_slice(tensor: torch.Tensor, part: Slice, offset: int, data: memoryview) -> None:
-    """Copy the bytes of `data` that belong to the slice into `tensor`, which is contiguous.
-
-    `data`: bytes of the whole tensor, from `offset` on.
-    """
-    across = tensor.element_size() * prod(part.shape[part.dim + 1 :])
-    row, width = across * part.shape[part.dim], across * tensor.shape[part.dim]
-    begin = part.start * across
-    if not data or not width:
-        return
-    target, source = bytes_under(tensor).view(-1, width), flat_bytes(data)
-    done = 0
-    while done < len(data):
-        number, column = divmod(offset + done, row)
-        rows = (len(data) - done) // row if column == 0 else 0
-        if rows:
-            found = source[done : done + rows * row].view(rows, row)
-            target[number : number + rows].copy_(found[:, begin : begin + width])
-            done += rows * row
-            continue
-        length = min(row - column, len(data) - done)
-        first, last = max(column, begin), min(column + length, begin + width)
-        if first < last:
-            at = done + first - column
-            target[number, first - begin : last - begin].copy_(source[at : at + last - first])
-        done += length
-
-
 def digest_of(plan: BucketPlan, tensors: Mapping[str, torch.Tensor]) -> str:
     """Root digest of what lies in `tensors`, in the buckets of `plan`."""
     memory = Memory(plan.layout, tensors)
@@ -276,6 +258,11 @@ def digest_of(plan: BucketPlan, tensors: Mapping[str, torch.Tensor]) -> str:
         hashes.append(bucket_hash(pieces, length, memory))
         throttle.rest()
     return root_digest(hashes)
+
+
+def own_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Of tensors in their own layout, whatever manifest they came from."""
+    return digest_of(default_plan(tensors), tensors)
 
 
 def throttle_beside(weights: Iterable[torch.Tensor]) -> CpuThrottle:

@@ -8,8 +8,9 @@ Whatever goes wrong before the flip, the old version is served on, unchanged. Ev
 nothing of an abandoned one can remain in a version. After a commit the shadow is the version before, complete until the
 next stage begins to write: a rollback by one version is then a flip.
 
-A tensor parallel rank has slices of some tensors. It reads whole buckets, which the hashes are of, keeps its slices and
-remembers their hash: as long as its weights have that hash, it serves the manifest's bytes.
+A tensor parallel rank has slices of some tensors. With the engine's other ranks it reads whole buckets, which the hashes
+are of (`weight_bus.receiver.shared_staging`), keeps its slices and remembers their hash: as long as its weights have that
+hash, it serves the manifest's bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import structlog
 import torch
@@ -31,13 +31,18 @@ from weight_bus.receiver.buckets import (
     BucketPlan,
     Memories,
     Memory,
-    Slice,
     check_fits,
     default_plan,
     digest_of,
+    own_digest,
     throttle_beside,
 )
-from weight_bus.receiver.staging import DeltaStage, DenseStage, Progress, Scratch, StageJob
+from weight_bus.receiver.job import Progress, Scratch, StageJob
+from weight_bus.receiver.rank_sharing import Meeting, RankSharing
+from weight_bus.receiver.shared_staging import SharedStage
+from weight_bus.receiver.slices import Slice
+from weight_bus.receiver.staging import DeltaStage, DenseStage
+from weight_bus.receiver.target import WeightTarget
 from weight_bus.receiver.weight_slots import WeightSlots, Whole
 from weight_bus.transports.base import NotAtOnceError, Reader
 
@@ -48,25 +53,6 @@ AT_ONCE_TENSORS = 256
 _log = structlog.get_logger()
 
 
-class WeightTarget(Protocol):
-    """An engine's weights, by Hugging Face names: what is served, and memory for as much again.
-
-    Both mappings have the same names, shapes and dtypes. Tensors may be views into fused ones.
-    """
-
-    def live(self) -> Mapping[str, torch.Tensor]: ...
-
-    def shadow(self) -> Mapping[str, torch.Tensor]: ...
-
-    def flip(self) -> None:
-        """Serve the shadow. Called between two steps, on the thread that decodes."""
-        ...
-
-    def flip_back(self) -> None:
-        """Serve what was served before the last flip. What it gives up is then the shadow, whole."""
-        ...
-
-
 class Receiver:
     """Stages, flips and hashes an engine's weights.
 
@@ -74,8 +60,8 @@ class Receiver:
     decode thread; `digest` may be called on any other. `version` is what the engine serves to begin with; `key` the run's
     weight key, with which every manifest must be signed (None: any is taken). `prepare` is called with a version whose
     bytes are in the shadow, before it counts as staged, for what the engine derives from them; what it raises, `stage`
-    raises. `slices`: which of the target's tensors are parts of the manifest's, and which part; such an engine takes dense
-    bytes only.
+    raises. `slices`: which of the target's tensors are parts of the manifest's, and which part. `sharing`: memory that the
+    engine's ranks share; a rank without it reads all dense bytes by itself.
     """
 
     def __init__(
@@ -87,8 +73,10 @@ class Receiver:
         key: str | None = None,
         prepare: Callable[[int], None] | None = None,
         slices: Mapping[str, Slice] | None = None,
+        sharing: RankSharing | None = None,
     ) -> None:
         self.target = target
+        self._sharing = sharing
         self._slices = slices or {}
         self._run_id = run_id
         self._readers = list(readers)
@@ -128,17 +116,26 @@ class Receiver:
         kept = self._slots.kept
         return None if kept is None else kept.version
 
-    def stage(self, manifest: Manifest) -> StageAnswer:
+    def stage(self, manifest: Manifest, call: int | None = None) -> StageAnswer:
         """Bring the version into the shadow, by the delta it offers or from its dense bytes, and verify every bucket.
 
         A newer version supersedes an uncommitted one, also one whose staging is still under way. What lies whole in the
         shadow (staged already, or withdrawn by a rollback) needs no reading. Raises StageError, with the old version
         untouched, for another run, a missing signature, a version that is not newer, another layout, a bucket whose hash
         is wrong, or sources that cannot be read. The version kept for a rollback is given up when the first byte is read.
+
+        `call`: the same ascending number on all ranks of the engine, which then share the reading.
         """
         self._admit(manifest)
         with self._memory:
-            return self._stage(manifest)
+            if call is None or self._sharing is None or not self._sharing.complete:
+                return self._stage(manifest)
+
+            def check() -> None:
+                self._check_wanted(manifest.version)
+
+            with self._sharing.call(call, check, f"version {manifest.version}") as meeting:
+                return self._stage(manifest, meeting=meeting)
 
     def stage_at_once(self, manifest: Manifest) -> StageAnswer | None:
         """`stage` for a thread that must not wait, such as an event loop's; None: `stage` it on another one.
@@ -159,20 +156,22 @@ class Receiver:
         finally:
             self._memory.release()
 
-    def _stage(self, manifest: Manifest, *, at_once: bool = False) -> StageAnswer:
+    def _stage(self, manifest: Manifest, *, at_once: bool = False, meeting: Meeting | None = None) -> StageAnswer:
         """With the memory's lock."""
         progress, worked = Progress(manifest.version, manifest.total_bytes), time.thread_time()
         with self._state:
             known = self._known(manifest)
             if known is not None:
+                if meeting is not None:
+                    meeting.skip()
                 return known
             self._check_current(manifest)
         plan = self._plan_of(manifest)
         self.progress = progress
-        read = self._write(manifest, plan, progress, at_once=at_once)
+        read = self._write(manifest, plan, progress, at_once=at_once, meeting=meeting)
         if self._prepare is not None:
             self._prepare(manifest.version)
-        kept = _own_digest(self.target.shadow()) if self._slices else None
+        kept = own_digest(self.target.shadow()) if self._slices else None
         if not at_once:
             throttle_beside(self.target.shadow().values()).settle(time.thread_time() - worked)
         staged = StageAnswer(manifest.version, manifest.root_digest, read, progress.seconds)
@@ -228,7 +227,7 @@ class Receiver:
     def _digest_of(self, served: Whole, live: Mapping[str, torch.Tensor]) -> str:
         if not self._slices:
             return digest_of(self._plans.get(served.version) or default_plan(live), live)
-        found = _own_digest(live)
+        found = own_digest(live)
         as_kept = found == self._kept_digests.get(served.version)
         return served.root_digest if as_kept and served.root_digest is not None else found
 
@@ -278,13 +277,21 @@ class Receiver:
         check_fits(manifest.layout, self.target.shadow(), self._slices)
         return BucketPlan.of_manifest(manifest)
 
-    def _write(self, manifest: Manifest, plan: BucketPlan, progress: Progress, *, at_once: bool) -> int:
+    def _write(
+        self, manifest: Manifest, plan: BucketPlan, progress: Progress, *, at_once: bool, meeting: Meeting | None
+    ) -> int:
         """Fill the shadow; returns the bytes that travelled."""
 
         def check() -> None:
             self._check_wanted(manifest.version)
 
         job = StageJob(manifest, plan, self._readers, self._scratch, progress, check, at_once)
+        if meeting is not None and self._sharing is not None:
+            stage = SharedStage(job, self._sharing, meeting)
+            served, shadow = self._begin_to_write(manifest, plan)
+            as_base = manifest.delta is not None and served.root_digest == manifest.delta.base_digest
+            stage.run(self._memories.of(plan.layout, self.target.live()) if as_base else None, shadow)
+            return progress.bytes_read
         delta = self._delta_to_take(job)
         try:
             dense = DenseStage(job)
@@ -341,8 +348,3 @@ class Receiver:
         self._plans = {known: own for known, own in self._plans.items() if known in kept_versions} | {version: plan}
         digests = {known: own for known, own in self._kept_digests.items() if known in kept_versions}
         self._kept_digests = digests if kept is None else digests | {version: kept}
-
-
-def _own_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Of tensors in their own layout, whatever manifest they came from."""
-    return digest_of(default_plan(tensors), tensors)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from weight_bus.errors import StageError
-from weight_bus.receiver.buckets import Slice
+from weight_bus.receiver.slices import Slice
 
 GATE_AND_UP, DOWN = "w13_weight", "w2_weight"
 _AS_LOADED = ("TRITON", "BATCHED_TRITON", "CPU")
@@ -40,9 +40,12 @@ def expert_views(
     held: Any = module
     sizes = held.moe_config
     rows = sizes.intermediate_size_per_partition
-    expected = {GATE_AND_UP: (2 * rows, sizes.hidden_dim), DOWN: (sizes.hidden_dim, rows)}.get(leaf)
-    shape = (held.local_num_experts, *expected) if expected is not None else None
-    if tuple(tensor.shape) != shape or rows != sizes.intermediate_size_per_partition_unpadded:
+    expected = {GATE_AND_UP: (2 * rows, sizes.hidden_dim), DOWN: (sizes.hidden_dim, rows)}.get(leaf, ())
+    if (
+        tuple(tensor.shape) != (held.local_num_experts, *expected)
+        or not expected
+        or rows != sizes.intermediate_size_per_partition_unpadded
+    ):
         raise StageError(
             f"{name} of shape {tuple(tensor.shape)} is not replaceable: of experts, gate, up and down projections are",
             "this model type needs a rule in weight_bus/vllm/experts.py, or use --engine torch",
@@ -58,14 +61,16 @@ def expert_views(
         else:
             parts = {held.ckpt_gate_proj_name: (whole[:rows], 0), held.ckpt_up_proj_name: (whole[rows:], 0)}
         for part, (view, dim) in parts.items():
-            yield f"{prefix}.{expert}.{part}.weight", *_slice(view, dim, sizes, here=here >= 0)
+            spread = held.local_num_experts < held.global_num_experts
+            yield f"{prefix}.{expert}.{part}.weight", *_slice(view, dim, sizes, here=here >= 0, spread=spread)
 
 
-def _slice(view: torch.Tensor, dim: int, sizes: Any, *, here: bool) -> tuple[torch.Tensor, Slice | None]:
+def _slice(view: torch.Tensor, dim: int, sizes: Any, *, here: bool, spread: bool) -> tuple[torch.Tensor, Slice | None]:
     ranks = int(sizes.tp_size)
     shape = tuple(size * ranks if each == dim else size for each, size in enumerate(view.shape))
-    if not here:
-        return view[:0], Slice(shape, 0, 0)
+    if spread and ranks == 1:
+        # A slice also where it is all of it: what is none, every rank has.
+        return view if here else view[:0], Slice(shape, 0, 0)
     return view, None if ranks == 1 else Slice(shape, dim, int(sizes.tp_rank) * view.shape[dim])
 
 
@@ -73,7 +78,8 @@ def _check_as_loaded(name: str, module: Any) -> None:
     backend = getattr(module.quant_method, "unquantized_backend", None)
     if backend is None:
         raise StageError(
-            f"{name} is quantised ({type(module.quant_method).__name__})", "serve the model in float32, bfloat16 or float16"
+            f"{name} is quantised ({type(module.quant_method).__name__})",
+            "serve the model in float32, bfloat16 or float16",
         )
     if backend.name not in _AS_LOADED:
         raise StageError(

@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from weight_bus.errors import StageError
-from weight_bus.receiver.buckets import Slice
+from weight_bus.receiver.slices import Slice
 from weight_bus.vllm.experts import expert_views, is_experts
 from weight_bus.vllm.sets import ShadowMode, make_sets
 
 
 class VllmWeights:
-    """A model's weights as the receiver wants them (`weight_bus.receiver.receiver.WeightTarget`).
+    """A model's weights as the receiver wants them (`weight_bus.receiver.target.WeightTarget`).
 
     `shadow`: where a version is staged (`weight_bus.vllm.sets`); `in_place`: whether the parameters' addresses must stay,
     which is so on a device. Raises StageError, naming the tensor, for a weight that cannot be replaced in place.

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 
 from services.wire.errors import ConflictError
 from services.wire.weights_api import CommitAnswer
 from weight_bus.manifest.manifest import decode_manifest
 from weight_bus.memory.throttle import background_threads
+from weight_bus.receiver.rank_sharing import RankSharing
 from weight_bus.receiver.receiver import Receiver
 from weight_bus.transports.select import make_readers
 from weight_bus.vllm.packing import PackedLayers
@@ -30,6 +32,7 @@ from weight_bus.vllm.weights import VllmWeights, check_linears_are_live
 
 _ATTRIBUTE = "rollmesh_attachment"
 _REMEMBERED = 8
+_log = structlog.get_logger()
 
 
 class Attachment:
@@ -42,6 +45,7 @@ class Attachment:
         transport: str,
         key: str | None = None,
         file_root: str | None = None,
+        sharing: RankSharing | None = None,
     ) -> None:
         check_linears_are_live(model)
         self.run_id = run_id
@@ -62,6 +66,7 @@ class Attachment:
                 key=key,
                 prepare=self._prepare,
                 slices=self.weights.slices,
+                sharing=sharing,
             )
         )
 
@@ -84,6 +89,7 @@ class Attachment:
         transport: str,
         key: str | None = None,
         file_root: str | None = None,
+        sharing: RankSharing | None = None,
         *,
         fixed: bool = False,
     ) -> Attachment:
@@ -98,7 +104,7 @@ class Attachment:
             if found.fixed:
                 raise ConflictError(f"this engine takes manifests of run {found.run_id!r}, not of {run_id!r}")
             found.close()
-        made = cls(model, run_id, transport, key, file_root)
+        made = cls(model, run_id, transport, key, file_root, sharing)
         made.fixed = fixed
         model.__dict__[_ATTRIBUTE] = made
         return made
@@ -108,9 +114,11 @@ class Attachment:
 
 
 class RollmeshWorker:
-    """Mixed into vLLM's worker. It has no constructor; `model_runner` is the worker's."""
+    """Mixed into vLLM's worker. It has no constructor; the first three attributes are the worker's."""
 
     model_runner: Any
+    rank: int
+    vllm_config: Any
     rollmesh_attachment: Attachment | None = None
     rollmesh_work: dict[int, Future[bytes]] | None = None
 
@@ -120,24 +128,40 @@ class RollmeshWorker:
         return update_bytes(parameters, shadow_mode(os.environ.get(SHADOW, "device")))
 
     def rollmesh_attach(
-        self, run_id: str, transport: str, key: str | None = None, file_root: str | None = None
+        self,
+        run_id: str,
+        transport: str,
+        key: str | None = None,
+        file_root: str | None = None,
+        shared: str | None = None,
     ) -> bytes:
-        """Build the views and start the readers. Called once, before the first request."""
+        """Build the views and start the readers. Called once, before the first request. `shared`: memory of all ranks."""
 
         def attach() -> Reply:
             keep_seeds_of_unfinished_prompts(self.model_runner)
-            attached = Attachment.on(self.model_runner.get_model(), run_id, transport, key, file_root, fixed=True)
+            model, sharing = self.model_runner.get_model(), self._sharing(shared)
+            attached = Attachment.on(model, run_id, transport, key, file_root, sharing, fixed=True)
             self.rollmesh_attachment = attached
             live = attached.weights.live().values()
             return Attached(tensors=len(live), total_bytes=sum(tensor.nbytes for tensor in live))
 
         return _reply(attach)
 
-    def rollmesh_stage(self, manifest: bytes) -> Future[bytes]:
-        """Pull a version into shadow memory on a thread; the future holds the reply."""
+    def _sharing(self, path: str | None) -> RankSharing | None:
+        if path is None:
+            return None
+        try:
+            return RankSharing(Path(path), self.rank, self.vllm_config.parallel_config.world_size)
+        except OSError as error:
+            # As on another host: the ranks see that not all are here, and each reads everything.
+            _log.warning("this rank reads all bytes of an update", rank=self.rank, why=str(error))
+            return None
+
+    def rollmesh_stage(self, manifest: bytes, call: int) -> Future[bytes]:
+        """Pull a version into shadow memory on a thread; the future holds the reply. `call`: the same on all ranks."""
 
         def stage() -> Reply:
-            return Staged(result=self._attached().receiver.result().stage(decode_manifest(manifest)))
+            return Staged(result=self._attached().receiver.result().stage(decode_manifest(manifest), call))
 
         return self._attached().threads.submit(_reply, stage)
 

@@ -13,7 +13,6 @@ from services.wire.weights_api import CommitAnswer, DigestAnswer, StageAnswer
 from weight_bus.errors import StageError
 from weight_bus.manifest.layout import root_digest
 from weight_bus.vllm import core as vllm_core
-from weight_bus.vllm.core import agreed
 from weight_bus.vllm.protocol import (
     Attached,
     Committed,
@@ -25,6 +24,7 @@ from weight_bus.vllm.protocol import (
     encode_reply,
     failure,
 )
+from weight_bus.vllm.replies import agreed
 
 
 def staged(version: int = 7, digest: str = "a" * 64, nbytes: int = 10) -> Reply:
@@ -54,7 +54,7 @@ def test_an_engine_is_prepared_when_all_its_ranks_are() -> None:
     assert not answer.done()
     late.set_result(encode_reply(staged(nbytes=30)))
     reply = decode_reply(answer.result(timeout=1))
-    assert reply == Staged(result=StageAnswer(7, "a" * 64, 40, 3.0, ["a" * 64] * 2))
+    assert reply == Staged(result=StageAnswer(7, "a" * 64, 40, 3.0, ["a" * 64] * 2, [10, 30]))
 
 
 @pytest.mark.parametrize("other", [staged(digest="b" * 64), staged(version=8)])
@@ -134,7 +134,7 @@ def test_ranks_in_other_processes_are_asked_until_the_last_is_done() -> None:
     staging = core(executor)
     reply = decode_reply(vllm_core.stage(staging, b"manifest"))  # type: ignore[arg-type]
     assert isinstance(reply, Pending)
-    assert executor.calls == [("rollmesh_start", (reply.ticket, "rollmesh_stage", (b"manifest",)))]
+    assert executor.calls == [("rollmesh_start", (reply.ticket, "rollmesh_stage", (b"manifest", 1)))]
     assert decode_reply(vllm_core.poll(staging, reply.ticket)) == reply
     executor.answers["rollmesh_poll"] = [staged(), staged()]
     assert isinstance(decode_reply(vllm_core.poll(staging, reply.ticket)), Staged)

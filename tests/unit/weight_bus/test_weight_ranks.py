@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
@@ -24,8 +27,9 @@ from weight_bus.manifest.manifest import (  # noqa: E402
 from weight_bus.publisher.publisher import Publisher  # noqa: E402
 from weight_bus.publisher.ranks import Ranks  # noqa: E402
 from weight_bus.publisher.sharding import local_part, plan_owner  # noqa: E402
-from weight_bus.receiver.buckets import Slice  # noqa: E402
+from weight_bus.receiver.rank_sharing import RankSharing, sharing_bytes  # noqa: E402
 from weight_bus.receiver.receiver import Receiver  # noqa: E402
+from weight_bus.receiver.slices import Slice  # noqa: E402
 from weight_bus.transports.shm import ShmExporter, ShmReader  # noqa: E402
 
 KEY = "the key of the run"
@@ -128,6 +132,7 @@ def publish(rank: int, layout: str, run_id: str) -> None:
         delta_max_ratio=0.9,
     )
     receiver = Receiver(PlainTarget(whole(0)), run_id, [ShmReader()], key=KEY)
+    pair = sharing_pair(run_id)
     for version, weights in ((1, whole(1)), (2, whole(2)), (3, nudged(2))):
         manifest = decode_manifest(encode_manifest(publisher.publish(version, spread(layout, weights)).manifest()))
         check_signature(manifest, KEY)
@@ -146,18 +151,45 @@ def publish(rank: int, layout: str, run_id: str) -> None:
                 fresh.commit(version)
                 assert_serves(fresh, manifest, halves(weights)[0] if slices else weights)
                 fresh.close()
+            # And as two such ranks that read together.
+            with ThreadPoolExecutor(2) as threads:
+                staging = [threads.submit(each.stage, manifest, version) for each in pair]
+            read = sum(each.result().bytes_read for each in staging)
+            assert read <= manifest.total_bytes if manifest.delta is None else read == manifest.delta.total_bytes
+            for number, each in enumerate(pair):
+                each.commit(version)
+                assert_serves(each, manifest, halves(weights, number)[0])
         ranks.exchange(b"read")
-    receiver.close()
+    for each in (receiver, *pair):
+        each.close()
     publisher.close()
     ranks.close()
 
 
-def halves(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Slice]]:
-    """The second half of each matrix's columns."""
+def halves(weights: dict[str, torch.Tensor], rank: int = 1) -> tuple[dict[str, torch.Tensor], dict[str, Slice]]:
+    """The first or the second half of each matrix's columns."""
     matrices = {name: tensor for name, tensor in weights.items() if tensor.ndim == 2}
-    mine = {name: tensor[:, tensor.shape[1] // 2 :].clone() for name, tensor in matrices.items()}
-    slices = {name: Slice(tuple(one.shape), 1, one.shape[1] // 2) for name, one in matrices.items()}
+    mine = {name: tensor.tensor_split(2, 1)[rank].clone() for name, tensor in matrices.items()}
+    slices = {name: Slice(tuple(one.shape), 1, rank * one.shape[1] // 2) for name, one in matrices.items()}
     return weights | mine, slices
+
+
+def sharing_pair(run_id: str) -> list[Receiver]:
+    """The two ranks of an engine; a round takes a few of the small model's buckets."""
+    with NamedTemporaryFile() as file:
+        file.write(bytes(sharing_bytes(512)))
+        file.flush()
+        return [
+            Receiver(
+                PlainTarget(halves(whole(0), rank)[0]),
+                run_id,
+                [ShmReader()],
+                key=KEY,
+                slices=halves(whole(0), rank)[1],
+                sharing=RankSharing(Path(file.name), rank, 2),
+            )
+            for rank in (0, 1)
+        ]
 
 
 def assert_serves(receiver: Receiver, manifest: Manifest, weights: dict[str, torch.Tensor]) -> None:

