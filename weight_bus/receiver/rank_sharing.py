@@ -102,6 +102,7 @@ class Meeting:
     def __init__(self, sharing: RankSharing, turn: int, check: Callable[[], None], what: str) -> None:
         self._sharing, self._turn, self._check, self._what = sharing, turn, check, what
         self._step = 0
+        self._over = False
 
     def join(self, way: Way) -> list[Way]:
         """Ways of all ranks, in their order. Before it returns, none writes into shared memory."""
@@ -125,9 +126,13 @@ class Meeting:
         self._turn, self._step = self._turn + 1, 0
 
     def fail(self) -> None:
-        self._post(_FAILED)
+        """This rank gives up, and with it the others; not once it is `done`: they need nothing more of it."""
+        if not self._over:
+            self._post(_FAILED)
 
     def done(self) -> None:
+        """This rank was at the last step, and has used what the others wrote."""
+        self._over = True
         self._sharing._post(_DONE, self._turn)
 
     def _post(self, step: int) -> None:

@@ -291,6 +291,8 @@ class Receiver:
             served, shadow = self._begin_to_write(manifest, plan)
             as_base = manifest.delta is not None and served.root_digest == manifest.delta.base_digest
             stage.run(self._memories.of(plan.layout, self.target.live()) if as_base else None, shadow)
+            # What fails from here on is this rank's own.
+            meeting.done()
             return progress.bytes_read
         delta = self._delta_to_take(job)
         try:
