@@ -192,6 +192,7 @@ class Core:
     """What of vLLM's engine core and scheduler a commit touches when nothing runs."""
 
     batch_queue = None
+    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
 
     def __init__(self, *, caching: bool) -> None:
         self.called: list[str] = []

@@ -222,7 +222,7 @@ def test_a_newer_version_ends_the_wait_for_an_older_one(publisher: Publisher, en
         both = [threads.submit(rank.stage, newer, engine.calls + 1) for rank in engine.ranks]
         assert {each.result(timeout=60.0).version for each in both} == {2}
     # Whichever it sees first: that its own rank was told of the newer one, or that the other has begun with that.
-    with pytest.raises(StageError, match="superseded|rank 1 has begun another attempt"):
+    with pytest.raises(StageError, match=r"superseded|rank 1 has begun another attempt"):
         waiting.result(timeout=60.0)
     engine.commit(2)
     engine.serves(weights, newer)
