@@ -42,12 +42,13 @@ def test_a_small_benchmark_says_what_traces_cost_and_leaves_no_process(tmp_path:
     sizes = {
         "servers": 1,
         "rounds": 2,
-        "requests": 8,
+        # CPU time is told in ticks of 10 ms: of few requests a server may be said to have used none.
+        "requests": 16,
         "concurrency": 4,
         "max-tokens": 4,
         "hidden-size": 32,
         "layers": 1,
-        # Their CPU time is told in ticks of 10 ms.
+        # Likewise.
         "alone": 80,
     }
     options = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
