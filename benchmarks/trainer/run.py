@@ -32,7 +32,7 @@ def trainer(
         int, typer.Option(min=0, help="Kills of ranks in a run of two, a quarter of a minute each; 0: no such run")
     ] = 20,
     errors: Annotated[
-        bool, typer.Option(help="Whether 1, 2 and 4 ranks are held against one process, some minutes, 2 GB")
+        bool, typer.Option(help="Whether 1, 2 and 4 ranks are held against one process, a quarter of an hour, 2 GB")
     ] = True,
     plans: Annotated[
         bool, typer.Option(help="Whether plans of memory are held against processes and the formula, ten minutes, 3 GB")
