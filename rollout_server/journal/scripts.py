@@ -7,8 +7,9 @@ from services.run_store.scripts import BATCHES, CONCLUDE
 # KEYS: owners; for each record journal, partial answer, what is kept beside, undelivered calls; for each part of a partial
 # answer its key. ARGV: owner, how long a partial answer is kept, how many records; for each record group, position,
 # payload, the value that is kept, for how long ('' for no end), the call that is answered; for each part group, payload.
-# Answers 1 for each that is in the journal now. A partial answer's time begins anew with one in 32 of its parts: a part is
-# written for every chunk of a stream, so each command counts.
+# Answers 1 for each that is in the journal now, records first. Parts are written before records: nobody waits for a part
+# whose client went away, and it must not be kept on behind the record that removes its answer. A partial answer's time
+# begins anew with one in 32 of its parts: a part is written for every chunk of a stream, so each command counts.
 WRITE = (
     BATCHES
     + """
@@ -17,7 +18,14 @@ local first_part = 4 + 6 * records
 local groups = {}
 for at = 4, first_part - 1, 6 do groups[#groups + 1] = ARGV[at] end
 for at = first_part, #ARGV, 2 do groups[#groups + 1] = ARGV[at] end
-local owners, done, at = fetched(KEYS[1], groups), {}, 4
+local owners, done, at = fetched(KEYS[1], groups), {}, first_part
+for i = 4 * records + 2, #KEYS do
+  local ok = owners[ARGV[at]] == ARGV[1]
+  if ok and redis.call('RPUSH', KEYS[i], ARGV[at+1]) % 32 == 1 then redis.call('EXPIRE', KEYS[i], ARGV[2]) end
+  done[records + (at - first_part) / 2 + 1] = ok and 1 or 0
+  at = at + 2
+end
+at = 4
 for record = 1, records do
   local i, group, position, payload, kept = 4 * record - 2, ARGV[at], tonumber(ARGV[at+1]), ARGV[at+2], ARGV[at+3]
   local seconds, call = ARGV[at+4], ARGV[at+5]
@@ -36,12 +44,6 @@ for record = 1, records do
     end
   end
   done[record] = ok and 1 or 0
-end
-for i = 4 * records + 2, #KEYS do
-  local ok = owners[ARGV[at]] == ARGV[1]
-  if ok and redis.call('RPUSH', KEYS[i], ARGV[at+1]) % 32 == 1 then redis.call('EXPIRE', KEYS[i], ARGV[2]) end
-  done[#done + 1] = ok and 1 or 0
-  at = at + 2
 end
 return done
 """

@@ -52,13 +52,23 @@ def runs(context: typer.Context, root: Root = _RUNS, as_json: options.Json = Fal
     Success: of held-out problems before and after training, or of the last batch where a run has not ended.
     """
     if context.invoked_subcommand is not None:
+        if as_json or root != _RUNS:
+            raise UsageError(
+                f"--root and --json are of the list, and {context.invoked_subcommand} does not read them",
+                f"write --root behind {context.invoked_subcommand}",
+            )
         return
     import msgspec
 
     from services.host.run_folder import run_folders
     from services.runs.listing import listed, read_run
 
-    lines = [listed(read_run(folder)) for folder in run_folders(root)]
+    lines = []
+    for folder in run_folders(root):
+        try:
+            lines.append(listed(read_run(folder)))
+        except UsageError as error:
+            sys.stderr.write(f"rollmesh: {folder.root} is left out: {error}\n")
     if as_json:
         sys.stdout.writelines(msgspec.json.encode(line).decode() + "\n" for line in lines)
     elif not lines:
@@ -101,16 +111,9 @@ def prune(
 
 
 def _remove(folders: Sequence[RunFolder]) -> None:
-    from services.host.run_folder import is_held
-    from services.runs.listing import remove, size_of
+    from services.runs.listing import remove
 
-    for folder in folders:
-        if is_held(folder):
-            raise UsageError(f"{folder.root} is of a run that runs", "end it first (Ctrl-C)")
-    freed = 0
-    for folder in folders:
-        freed += size_of(folder.root)
-        remove(folder)
+    freed = remove(folders)
     sys.stdout.write(f"removed {len(folders)} runs, {_bytes(freed)}\n")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -136,11 +136,19 @@ def found_run(name: str | None, root: Path) -> RunFolder:
     raise UsageError(f"{name} is no run folder", f"`rollmesh runs` lists them; the newest in {root}: {shown}")
 
 
-def remove(folder: RunFolder) -> None:
-    """Remove the folder and all in it. Raises UsageError for a run that runs, or where files cannot be removed."""
-    if is_held(folder):
-        raise UsageError(f"{folder.root} is of a run that runs", "end it first (Ctrl-C)")
-    try:
-        shutil.rmtree(folder.root)
-    except OSError as error:
-        raise UsageError(f"cannot remove {error.filename} ({error.strerror})", "correct its permissions") from error
+def remove(folders: Sequence[RunFolder]) -> int:
+    """Remove the folders and all in them; returns the bytes that are freed.
+
+    Raises UsageError where files cannot be removed, and, before any is, for a run that runs.
+    """
+    for folder in folders:
+        if is_held(folder):
+            raise UsageError(f"{folder.root} is of a run that runs", "end it first (Ctrl-C)")
+    freed = 0
+    for folder in folders:
+        freed += size_of(folder.root)
+        try:
+            shutil.rmtree(folder.root)
+        except OSError as error:
+            raise UsageError(f"cannot remove {error.filename} ({error.strerror})", "correct its permissions") from error
+    return freed

@@ -136,6 +136,8 @@ class Mesh:
     async def run(self) -> Summary:
         """Raises RollmeshError, of which the message is for the user, when the run fails."""
         with held(self._folder):
+            # Of the run that was interrupted: this one's Redis may be at another port.
+            self._folder.redis_url.unlink(missing_ok=True)
             return await self._run()
 
     async def _run(self) -> Summary:

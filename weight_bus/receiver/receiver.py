@@ -18,6 +18,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
 
 import structlog
 import torch
@@ -42,7 +44,6 @@ from weight_bus.receiver.rank_sharing import Meeting, RankSharing
 from weight_bus.receiver.shared_staging import SharedStage
 from weight_bus.receiver.slices import Slice
 from weight_bus.receiver.staging import DeltaStage, DenseStage
-from weight_bus.receiver.target import WeightTarget
 from weight_bus.receiver.weight_slots import WeightSlots, Whole
 from weight_bus.transports.base import NotAtOnceError, Reader
 
@@ -51,6 +52,25 @@ AT_ONCE_TENSORS = 256
 """Above either, `stage_at_once` would keep an event loop for more than a millisecond or two."""
 
 _log = structlog.get_logger()
+
+
+class WeightTarget(Protocol):
+    """An engine's weights, by Hugging Face names: what is served, and memory for as much again.
+
+    Both mappings have the same names, shapes and dtypes. Tensors may be views into fused ones.
+    """
+
+    def live(self) -> Mapping[str, torch.Tensor]: ...
+
+    def shadow(self) -> Mapping[str, torch.Tensor]: ...
+
+    def flip(self) -> None:
+        """Serve the shadow. Called between two steps, on the thread that decodes."""
+        ...
+
+    def flip_back(self) -> None:
+        """Serve what was served before the last flip. What it gives up is then the shadow, whole."""
+        ...
 
 
 class Receiver:
@@ -131,9 +151,7 @@ class Receiver:
             if call is None or self._sharing is None or not self._sharing.complete:
                 return self._stage(manifest)
 
-            def check() -> None:
-                self._check_wanted(manifest.version)
-
+            check = partial(self._check_wanted, manifest.version)
             with self._sharing.call(call, check, f"version {manifest.version}") as meeting:
                 return self._stage(manifest, meeting=meeting)
 
@@ -281,10 +299,7 @@ class Receiver:
         self, manifest: Manifest, plan: BucketPlan, progress: Progress, *, at_once: bool, meeting: Meeting | None
     ) -> int:
         """Fill the shadow; returns the bytes that travelled."""
-
-        def check() -> None:
-            self._check_wanted(manifest.version)
-
+        check = partial(self._check_wanted, manifest.version)
         job = StageJob(manifest, plan, self._readers, self._scratch, progress, check, at_once)
         if meeting is not None and self._sharing is not None:
             stage = SharedStage(job, self._sharing, meeting)

@@ -16,22 +16,22 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import structlog
 from blake3 import blake3
 
 from services.wire.errors import RollmeshError
-from weight_bus.errors import StageError, TransportError
+from weight_bus.errors import StageError
 from weight_bus.manifest.delta import decode
-from weight_bus.manifest.layout import Piece, bucket_pieces, hash_bytes
+from weight_bus.manifest.layout import Piece, bucket_pieces
 from weight_bus.manifest.manifest import Delta, DeltaBucket
 from weight_bus.manifest.shard_map import ShardMap, ShardPiece, merged
+from weight_bus.memory.throttle import CpuThrottle
 from weight_bus.receiver.arriving import BucketRead, Place
 from weight_bus.receiver.buckets import Memory
 from weight_bus.receiver.job import StageJob, check_hash
 from weight_bus.receiver.rank_sharing import Meeting, RankSharing, Way
 from weight_bus.receiver.sources import SourceReads, Tagged, sources_in_reach
-from weight_bus.receiver.staging import DenseStage
+from weight_bus.receiver.staging import DenseStage, read_code, words_of_pieces
 
 _READ_BYTES = 4 << 20
 """Most bytes of one read: between two of them decoding has the whole memory bandwidth."""
@@ -83,28 +83,34 @@ class SharedStage:
         self._dense(shadow)
 
     def _dense(self, shadow: Memory) -> None:
-        throttle, hashes = shadow.throttle(), _OwnHashes(self._job, self._sharing)
-        for start, stop in self._windows():
-            part = self._next_part()
+        throttle = shadow.throttle()
+
+        def read(start: int, stop: int, part: memoryview) -> None:
             self._sources.pull(self._own_reads(start, stop, part), lambda _: throttle.rest())
-            self._meeting.meet()
-            hashes.take(start, stop, part, throttle.rest)
-            self._keep(start, stop, part, shadow)
-            throttle.rest()
-        self._meeting.meet()
-        shadow.finish()
+
+        self._exchange(read, shadow, throttle)
 
     def _by_delta(self, delta: Delta, base: Memory, shadow: Memory) -> None:
         self._job.progress.total_bytes = delta.total_bytes
-        throttle, hashes = shadow.throttle(), _OwnHashes(self._job, self._sharing)
+        throttle = shadow.throttle()
         shadow.copy_from(base, throttle.rest)
         self._apply_codes(delta, shadow)
         shadow.finish()
-        for start, stop in self._windows():
-            part = self._next_part()
+
+        def give(start: int, stop: int, part: memoryview) -> None:
             for piece in self._pieces(start, stop):
                 if self._gives(piece, shadow):
                     shadow.read_into(piece, part[piece.bucket_offset : piece.bucket_offset + piece.length])
+
+        self._exchange(give, shadow, throttle)
+
+    def _exchange(self, fill: Callable[[int, int, memoryview], None], shadow: Memory, throttle: CpuThrottle) -> None:
+        """All of the layout's bytes, round by round: `fill` writes this rank's share of a round into the shared part; what
+        all have written is hashed and kept."""
+        hashes = _OwnHashes(self._job, self._sharing)
+        for start, stop in self._windows():
+            part = self._next_part()
+            fill(start, stop, part)
             self._meeting.meet()
             hashes.take(start, stop, part, throttle.rest)
             self._keep(start, stop, part, shadow)
@@ -129,19 +135,13 @@ class SharedStage:
         for window in self._code_windows(delta):
             part, used = self._next_part(), 0
             codes: list[tuple[int, DeltaBucket, memoryview]] = []
-            for owner, bucket in window:
+            for owner, number, bucket in window:
                 code = part[used : used + bucket.length]
                 codes.append((owner, bucket, code))
                 used += bucket.length
                 source = sources[owner]
                 if self._is_own(bucket.length) and source is not None:
-                    try:
-                        source[0].read(source[1], bucket.offset, code)
-                    except TransportError as error:
-                        raise StageError(f"{what} could not be read ({error})") from error
-                    self._job.progress.bytes_read += bucket.length
-                    if hash_bytes(code) != bucket.hash:
-                        raise StageError(f"{what} has a bucket at {bucket.offset} with other bytes")
+                    read_code(self._job, source, number, bucket, code)
             self._meeting.meet()
             for owner, bucket, code in codes:
                 self._job.check()
@@ -149,18 +149,9 @@ class SharedStage:
 
     def _apply(self, held: ShardMap, bucket: DeltaBucket, code: memoryview, shadow: Memory) -> None:
         change = decode(code, bucket.target_length)
-        size, done = change.word_bytes, 0
-        for piece in held.in_arena(bucket.target_offset, bucket.target_length):
-            begin = piece.arena - bucket.target_offset
-            if any(number % size for number in (begin, piece.tensor_offset, piece.run, piece.stride)):
-                raise StageError(f"delta words of {size} bytes lie across tensors")
-            first, last = np.searchsorted(change.indices, (begin // size, (begin + piece.nbytes) // size))
-            done += int(last - first)
-            rows, columns = np.divmod(change.indices[first:last].astype(np.int64) * size - begin, piece.run)
-            offsets = piece.tensor_offset + rows * piece.stride + columns
-            shadow.put_words(piece.tensor, offsets, change.values[first:last])
-        if done != len(change.indices):
-            raise StageError("a delta bucket changes bytes that are no tensor's")
+        pieces = held.in_arena(bucket.target_offset, bucket.target_length)
+        for piece, places, values in words_of_pieces(self._job, pieces, bucket, change):
+            shadow.put_words(piece.tensor, piece.tensor_offset + places * change.word_bytes, values)
 
     def _own_reads(self, start: int, stop: int, part: memoryview) -> list[list[Tagged]]:
         """This rank's share of the reads of the layout's bytes `start` to `stop`, into `part`; a list for each owner."""
@@ -195,18 +186,18 @@ class SharedStage:
         self._loads[chosen] += nbytes
         return chosen == self._sharing.rank
 
-    def _code_windows(self, delta: Delta) -> Iterator[list[tuple[int, DeltaBucket]]]:
-        """Buckets of all owners' codes, with their owners, as many at once as shared memory takes."""
-        window: list[tuple[int, DeltaBucket]] = []
+    def _code_windows(self, delta: Delta) -> Iterator[list[tuple[int, int, DeltaBucket]]]:
+        """Buckets of all owners' codes, with their owners and numbers, as many at once as shared memory takes."""
+        window: list[tuple[int, int, DeltaBucket]] = []
         used = 0
         for owner, part in enumerate(delta.parts):
-            for bucket in part.buckets:
+            for number, bucket in enumerate(part.buckets):
                 if bucket.length > self._sharing.part_bytes:
                     raise StageError(f"a delta bucket of {bucket.length} bytes is too long for ranks that share memory")
                 if used + bucket.length > self._sharing.part_bytes:
                     yield window
                     window, used = [], 0
-                window.append((owner, bucket))
+                window.append((owner, number, bucket))
                 used += bucket.length
         if window:
             yield window

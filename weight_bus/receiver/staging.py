@@ -8,11 +8,13 @@ Where the transport can, the next bytes are in flight while a bucket is hashed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 from blake3 import blake3
 
 from weight_bus.errors import StageError, TransportError
-from weight_bus.manifest.delta import DecodedDelta, decode
+from weight_bus.manifest.delta import DecodedDelta, Words, decode
 from weight_bus.manifest.layout import Piece, hash_bytes
 from weight_bus.manifest.manifest import Delta, DeltaBucket, Source
 from weight_bus.manifest.shard_map import ShardPiece
@@ -20,6 +22,7 @@ from weight_bus.memory.throttle import CpuThrottle
 from weight_bus.receiver.arriving import ArrivingBucket, arriving, windows
 from weight_bus.receiver.buckets import Memory, bucket_hash
 from weight_bus.receiver.job import StageJob, check_hash
+from weight_bus.receiver.slices import Offsets
 from weight_bus.receiver.sources import SourceReads, Tagged, sources_in_reach
 from weight_bus.transports.base import Reader
 
@@ -98,9 +101,10 @@ class DeltaStage:
             for number, bucket in enumerate(part.buckets):
                 assert source is not None
                 self._job.check()
-                change = decode(self._read(source, number, bucket), bucket.target_length)
+                code = self._job.scratch.of(bucket.length)
+                read_code(self._job, source, number, bucket, code)
+                change = decode(code, bucket.target_length)
                 self._apply(held.in_arena(bucket.target_offset, bucket.target_length), bucket, change, shadow)
-                self._job.progress.bytes_read += bucket.length
                 throttle.rest()
         shadow.finish()
         for index, (pieces, (_, length)) in enumerate(zip(self._plan.pieces, self._plan.ranges, strict=True)):
@@ -108,40 +112,50 @@ class DeltaStage:
             check_hash(self._job.manifest, index, bucket_hash(pieces, length, shadow))
             throttle.rest()
 
-    def _read(self, source: tuple[Reader, Source], number: int, bucket: DeltaBucket) -> memoryview:
-        code = self._job.scratch.of(bucket.length)
-        what = f"version {self._job.manifest.version}, delta bucket {number}"
-        try:
-            source[0].read(source[1], bucket.offset, code)
-        except TransportError as error:
-            raise StageError(f"{what} could not be read ({error})") from error
-        found = hash_bytes(code)
-        if found != bucket.hash:
-            raise StageError(f"{what} has the hash {found[:16]}…, the manifest says {bucket.hash[:16]}…")
-        return code
-
     def _apply(self, pieces: list[ShardPiece], bucket: DeltaBucket, change: DecodedDelta, shadow: Memory) -> None:
-        """`change` is of words from the bucket's target; each lies in one run of a piece."""
-        size = change.word_bytes
-        done = 0
-        for piece in pieces:
-            begin = piece.arena - bucket.target_offset
-            if any(number % size for number in (begin, piece.tensor_offset, piece.run, piece.stride)):
-                raise StageError(
-                    f"version {self._job.manifest.version}: delta words of {size} bytes lie across tensors"
-                )
-            start, end = begin // size, (begin + piece.nbytes) // size
-            first, last = np.searchsorted(change.indices, (start, end))
-            done += int(last - first)
-            if first == last:
-                continue
+        for piece, places, values in words_of_pieces(self._job, pieces, bucket, change):
             whole = Piece(piece.tensor, piece.tensor_offset, 0, piece.span)
-            words = np.frombuffer(shadow.read(whole), dtype=change.values.dtype)
+            words = np.frombuffer(shadow.read(whole), dtype=values.dtype)
             if not words.flags.writeable or shadow.in_place(whole) is None:
                 words = words.copy()
-            rows, columns = np.divmod(change.indices[first:last] - start, piece.run // size)
-            words[rows * (piece.stride // size) + columns] = change.values[first:last]
+            words[places] = values
             if shadow.in_place(whole) is None:
                 shadow.write(whole, words.view(np.uint8).data)
-        if done != len(change.indices):
-            raise StageError(f"version {self._job.manifest.version}: a delta bucket changes bytes that are no tensor's")
+
+
+def read_code(job: StageJob, source: tuple[Reader, Source], number: int, bucket: DeltaBucket, into: memoryview) -> None:
+    """Read the code of an owner's delta bucket `number`. Raises StageError for one that cannot be read, or other bytes."""
+    what = f"version {job.manifest.version}, delta bucket {number}"
+    try:
+        source[0].read(source[1], bucket.offset, into)
+    except TransportError as error:
+        raise StageError(f"{what} could not be read ({error})") from error
+    found = hash_bytes(into)
+    if found != bucket.hash:
+        raise StageError(f"{what} has the hash {found[:16]}…, the manifest says {bucket.hash[:16]}…")
+    job.progress.bytes_read += bucket.length
+
+
+def words_of_pieces(
+    job: StageJob, pieces: Iterable[ShardPiece], bucket: DeltaBucket, change: DecodedDelta
+) -> Iterator[tuple[ShardPiece, Offsets, Words]]:
+    """`change`, which is of words from the bucket's target, by the pieces that lie there: each with its words' places,
+    in words from the piece's first one on, and their values. Pieces without a change are left out.
+
+    Raises StageError for words that lie across tensors, or in none.
+    """
+    size, done = change.word_bytes, 0
+    what = f"version {job.manifest.version}"
+    for piece in pieces:
+        begin = piece.arena - bucket.target_offset
+        if any(number % size for number in (begin, piece.tensor_offset, piece.run, piece.stride)):
+            raise StageError(f"{what}: delta words of {size} bytes lie across tensors")
+        start, end = begin // size, (begin + piece.nbytes) // size
+        first, last = np.searchsorted(change.indices, (start, end))
+        done += int(last - first)
+        if first == last:
+            continue
+        rows, columns = np.divmod(change.indices[first:last].astype(np.int64) - start, piece.run // size)
+        yield piece, rows * (piece.stride // size) + columns, change.values[first:last]
+    if done != len(change.indices):
+        raise StageError(f"{what}: a delta bucket changes bytes that are no tensor's")

@@ -24,7 +24,7 @@ from weight_bus.vllm.sets import ShadowMode, make_sets
 
 
 class VllmWeights:
-    """A model's weights as the receiver wants them (`weight_bus.receiver.target.WeightTarget`).
+    """A model's weights as the receiver wants them (`weight_bus.receiver.receiver.WeightTarget`).
 
     `shadow`: where a version is staged (`weight_bus.vllm.sets`); `in_place`: whether the parameters' addresses must stay,
     which is so on a device. Raises StageError, naming the tensor, for a weight that cannot be replaced in place.

@@ -222,7 +222,7 @@ def load_decoder(folder: Path, dtype: torch.dtype, device: torch.device, *, trus
 
 
 class ModelWeights:
-    """Double-buffered weights of a model: `weight_bus.receiver.target.WeightTarget`.
+    """Double-buffered weights of a model: `weight_bus.receiver.receiver.WeightTarget`.
 
         live     p.data ──► storage A ╲╱ storage B        flip: each parameter changes its storage, nothing is copied
         shadow              storage B ╱╲ storage A

@@ -67,8 +67,18 @@ def test_runs_are_listed_with_their_state_and_success(place: Path) -> None:
     assert (lines["b"]["success_before"], lines["b"]["success_after"]) == (0.25, 0.8)
     assert (lines["c"]["success"], lines["c"]["success_after"], lines["c"]["step"]) == (0.1, None, 2)
     assert lines["a"]["size_bytes"] == sum(path.stat().st_size for path in (place / "runs" / "a").iterdir())
+    ignored = rollmesh("runs", "--root", "elsewhere", "prune", "--keep", "0", "--yes", cwd=place)
+    assert ignored.returncode == 2 and "behind prune" in ignored.stderr, "not what lies in ./runs"
     shown = rollmesh("runs", cwd=place).stdout
     assert "25% → 80%" in shown and "10% of a batch" in shown
+
+
+def test_a_folder_that_cannot_be_read_is_named_and_hides_no_other(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs", "good", "seed = 1\n", [0.5])
+    make_run(tmp_path / "runs", "torn", "seed = = 1\n", [0.5])
+    told = rollmesh("runs", "--json", cwd=tmp_path)
+    assert [json.loads(line)["run_id"] for line in told.stdout.splitlines()] == ["good"]
+    assert "torn is left out" in told.stderr and told.returncode == 0
 
 
 def test_compare_names_what_differs_and_draws(place: Path) -> None:
