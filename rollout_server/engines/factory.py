@@ -67,6 +67,7 @@ def make_engine(
         given=settings.rollout.vllm.arguments(),
         start_within_s=settings.rollout.start_timeout_s,
         shadow=settings.weights.shadow,
+        packed=settings.weights.packed,
     )
 
 

@@ -86,6 +86,8 @@ def check_engine(settings: RunSettings, engine: str) -> None:
             f"weights.shadow={settings.weights.shadow} is not read by engine torch",
             "leave it out, or use --engine vllm",
         )
+    if not settings.weights.packed:
+        raise UsageError("weights.packed=false is not read by engine torch", "leave it out, or use --engine vllm")
 
 
 def _refuse_idle_broadcasts(settings: RunSettings) -> None:

@@ -242,6 +242,10 @@ class WeightSettings(Section):
         description="Where engine vllm stages a version: device: a second set of weights there; pinned: in the host's "
         "memory; sparse: likewise, and of a version that changed few words those alone are copied",
     )
+    packed: bool = Field(
+        default=True,
+        description="Whether engine vllm keeps packed copies of the weights on a CPU: faster, two more sets in memory",
+    )
 
 
 class RunStoreSettings(Section):

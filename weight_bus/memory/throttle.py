@@ -22,9 +22,9 @@ _SETTLE_AFTER_S = 0.05
 _SETTLE_S = 0.1
 
 
-def background_threads(name: str) -> ThreadPoolExecutor:
+def background_threads(name: str, count: int = 2) -> ThreadPoolExecutor:
     """Two threads: a newer version must be able to supersede one whose staging is under way. Each works on one core."""
-    return ThreadPoolExecutor(max_workers=2, thread_name_prefix=name, initializer=_stay_on_one_core)
+    return ThreadPoolExecutor(max_workers=count, thread_name_prefix=name, initializer=_stay_on_one_core)
 
 
 def _stay_on_one_core() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -31,6 +32,15 @@ CHUNK_BYTES = 64 << 20
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@dataclass(frozen=True)
+class Held:
+    """Bytes beside the weights that are served: `beside`, where those are; `host`, in the host's memory, pinned where there
+    is a device. On a CPU the two lie in one memory, and are counted apart all the same."""
+
+    beside: int
+    host: int = 0
+
+
 class Sets(Protocol):
     """`live`: what is served, by the model's own parameter names; `spare`: where the next version is written.
 
@@ -43,6 +53,9 @@ class Sets(Protocol):
 
     @property
     def spare(self) -> Mapping[str, torch.Tensor]: ...
+
+    @property
+    def held(self) -> Held: ...
 
     def keep(self) -> None: ...
 
@@ -95,6 +108,10 @@ class SwappedSets:
         # A copy, not merely memory: rows of padding are in no manifest and must be the same in both.
         self.spare: Tensors = _copies(self.live)
 
+    @property
+    def held(self) -> Held:
+        return Held(_bytes_of(self.spare))
+
     def keep(self) -> None:
         """What was served is the spare set afterwards."""
 
@@ -115,6 +132,10 @@ class CopiedSets:
         self.live: Tensors = {name: parameter.data for name, parameter in parameters.items()}
         self.spare: Tensors = _copies(self.live)
         self._before = _host_copies(self.live)
+
+    @property
+    def held(self) -> Held:
+        return Held(_bytes_of(self.spare), _bytes_of(self._before))
 
     def keep(self) -> None:
         _copy(self._before, self.live)
@@ -146,6 +167,11 @@ class MirroredSets:
         self.changed_bytes = 0
         """Of the last version that was committed by its changed words."""
 
+    @property
+    def held(self) -> Held:
+        changes = [tensor for pair in (self._changes or {}).values() for tensor in pair]
+        return Held(sum(tensor.nbytes for tensor in changes), _bytes_of(self.spare) + _bytes_of(self._mirror))
+
     def keep(self) -> None:
         self._changes = None
         if self._sparse:
@@ -161,7 +187,7 @@ class MirroredSets:
                 for name, (places, values) in changes.items():
                     _words(self.live[name]).index_copy_(0, places.long(), values)
             _settle(self.live)
-            self.changed_bytes = _bytes_of(changes)
+            self.changed_bytes = sum(places.nbytes + values.nbytes for places, values in changes.values())
         self._mirror, self.spare = self.spare, self._mirror
 
     def flip_back(self) -> None:
@@ -197,8 +223,8 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(_WORDS[tensor.element_size()]).view(-1)
 
 
-def _bytes_of(changes: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> int:
-    return sum(places.nbytes + values.nbytes for places, values in changes.values())
+def _bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from weight_bus.receiver.rank_sharing import RankSharing
 from weight_bus.receiver.receiver import Receiver
 from weight_bus.transports.select import make_readers
 from weight_bus.vllm.packing import PackedLayers
-from weight_bus.vllm.protocol import SHADOW, Attached, Committed, Digest, Reply, Staged, encode_reply, failure
+from weight_bus.vllm.protocol import PACKED, SHADOW, Attached, Committed, Digest, Reply, Staged, encode_reply, failure
 from weight_bus.vllm.sets import shadow_mode, update_bytes
 from weight_bus.vllm.weights import VllmWeights, check_linears_are_live
 
@@ -52,7 +52,7 @@ class Attachment:
         self.fixed = False
         """For the life of the engine; else another run may take its place."""
         self.weights = VllmWeights(model, shadow_mode(os.environ.get(SHADOW, "device")))
-        self.packed = PackedLayers(model)
+        self.packed = PackedLayers(model, linears=os.environ.get(PACKED) != "0")
         self.packed.pack(0, self.weights.storage)
         self.packed.flip(0)
         self.threads = background_threads("rollmesh-weights")
@@ -111,6 +111,7 @@ class Attachment:
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
+        self.packed.close()
 
 
 class RollmeshWorker:

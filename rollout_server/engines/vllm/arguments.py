@@ -19,7 +19,7 @@ from typing import Any, Literal
 from rollout_server.engines.request_check import read_json
 from services.config.settings import ShadowPlace
 from services.wire.sampling import KvPolicy
-from weight_bus.vllm.protocol import LIVE_WEIGHTS, SHADOW, WORKER_EXTENSION
+from weight_bus.vllm.protocol import LIVE_WEIGHTS, PACKED, SHADOW, WORKER_EXTENSION
 
 Platform = Literal["cpu", "gpu"]
 _CPU_CACHE_BYTES = 4 << 30
@@ -54,9 +54,14 @@ def installed_platform() -> Platform:
 
 
 def environment(
-    platform: Platform, threads: int, given: Mapping[str, Any], shadow: ShadowPlace = "device"
+    platform: Platform,
+    threads: int,
+    given: Mapping[str, Any],
+    shadow: ShadowPlace = "device",
+    *,
+    packed: bool = True,
 ) -> dict[str, str]:
-    """Variables that vLLM, torch and the plug-in read. `threads`: of torch, on a CPU; `shadow`: `weights.shadow`."""
+    """Variables that vLLM, torch and the plug-in read. `threads`: of torch, on a CPU; `shadow`, `packed`: of `weights`."""
     variables = {
         # One engine-core process, with its worker inside.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -71,6 +76,8 @@ def environment(
         if given.get("enforce_eager", True):
             # No compiler: its first generate would take seconds.
             variables["TORCHDYNAMO_DISABLE"] = "1"
+        if not packed:
+            variables[PACKED] = "0"
     return variables
 
 

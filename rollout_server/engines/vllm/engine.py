@@ -55,8 +55,8 @@ class VllmEngine:
     CPU `start` holds the event loop for about a second and must run on the main thread, because it forks. `transport` is
     a name `weight_bus.transports.select` knows. `tensor_parallel`: ranks that the model is split over, each a process
     of its own where there are several. `given`: further engine arguments (`services.config.engines.vllm`).
-    `shadow`: where a version is staged (`weight_bus.vllm.sets`). `start_within_s`: for the loaded model to be attached
-    and to generate once.
+    `shadow`: where a version is staged (`weight_bus.vllm.sets`); `packed`: whether packed copies are kept on a CPU
+    (`weight_bus.vllm.packing`). `start_within_s`: for the loaded model to be attached and to generate once.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class VllmEngine:
         given: Mapping[str, Any] | None = None,
         start_within_s: float = 600.0,
         shadow: ShadowPlace = "device",
+        packed: bool = True,
     ) -> None:
         self._plan = Plan(
             model=model,
@@ -88,7 +89,7 @@ class VllmEngine:
             trust_remote_code=trust_remote_code,
             given=given or {},
         )
-        self._start_within_s, self._shadow = start_within_s, shadow
+        self._start_within_s, self._shadow, self._packed = start_within_s, shadow, packed
         self._run_id = run_id
         self._threads = threads
         self._transport = transport
@@ -113,7 +114,7 @@ class VllmEngine:
     def preload(self) -> None:
         """Import vLLM, which takes most of a start. Blocks; raises UsageError where vLLM is missing."""
         if not self._preloaded:
-            vllm_launch.import_everything(self._threads, self._plan.given, self._shadow)
+            vllm_launch.import_everything(self._threads, self._plan.given, self._shadow, packed=self._packed)
             # The imported modules stay: neither this process nor the forked one needs to collect garbage among them.
             gc.freeze()
             self._preloaded = True
@@ -141,7 +142,12 @@ class VllmEngine:
         self.eos_token_ids = eos_token_ids(self._plan.model)
         self.max_model_len, self._vocabulary = config.max_model_len, config.get_vocab_size()
         await self._llm.get_supported_tasks()
-        attached = await self._call(
+        attached = await self._attach()
+        await self._rehearse()
+        _log.info("engine_ready", engine="vllm", model=str(self._plan.model), weight_bytes=attached.total_bytes)
+
+    async def _attach(self) -> Attached:
+        return await self._call(
             Attached,
             "rollmesh_attach",
             self._run_id,
@@ -151,8 +157,6 @@ class VllmEngine:
             self._file_root,
             deadline_s=self._start_within_s,
         )
-        await self._rehearse()
-        _log.info("engine_ready", engine="vllm", model=str(self._plan.model), weight_bytes=attached.total_bytes)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
         llm = self._running()

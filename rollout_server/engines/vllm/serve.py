@@ -48,7 +48,8 @@ def vllm_server(
         trust_remote_code=settings.model.trust_remote_code,
         given=given,
     )
-    variables = environment(platform, rollout.threads, given, settings.weights.shadow)
+    weights = settings.weights
+    variables = environment(platform, rollout.threads, given, weights.shadow, packed=weights.packed)
     if platform == "cpu" and rollout.tensor_parallel > 1:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     words = [*command_line(arguments(plan, platform)), "--host", host, "--port", str(port)]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -94,6 +98,52 @@ def test_a_superseded_version_that_is_packed_late_does_not_take_the_newer_ones_p
     packed.flip(8)
     assert close(model.products(), expected(new))
     assert model.first.cpu_linear.packed is not None
+
+
+def test_without_packed_copies_layers_use_their_live_weights() -> None:
+    model = Model()
+    packed, new = PackedLayers(model, linears=False), newer(model)
+    packed.pack(7, new)
+    serve(model, new)
+    packed.flip(7)
+    assert close(model.products(), expected(new))
+    assert model.first.cpu_linear is nn.functional.linear
+
+
+class Counted(dict[str, torch.Tensor]):
+    """Weights that count how often they are read; the third read, the first for packing, waits for `go_on`."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        super().__init__(weights)
+        self.reads, self.begun, self.go_on = 0, Event(), Event()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.reads += 1
+        if self.reads == 3:
+            self.begun.set()
+            assert self.go_on.wait(20.0)
+        return super().__getitem__(name)
+
+
+def test_a_newer_version_ends_the_packing_of_an_older_one() -> None:
+    """Else the copies of three versions would lie in memory at once."""
+    model = Model()
+    packed, new = PackedLayers(model), newer(model)
+    old = Counted(storage(model))
+    with ThreadPoolExecutor(2) as threads:
+        older = threads.submit(packed.pack, 7, old)
+        assert old.begun.wait(20.0)
+        newest = threads.submit(packed.pack, 8, new)
+        while packed._newest != 8:
+            time.sleep(0.001)
+        old.go_on.set()
+        older.result(20.0)
+        newest.result(20.0)
+    assert old.reads == 3, "its second layer was not packed any more"
+    serve(model, new)
+    packed.flip(8)
+    assert close(model.products(), expected(new))
+    assert all(layer.cpu_linear.packed is not None for layer in (model.first, model.head))
 
 
 def test_packed_copies_do_not_follow_the_memory_they_were_packed_from() -> None:

@@ -52,6 +52,12 @@ def test_what_is_kept_is_what_an_attachment_holds() -> None:
         # On a CPU, where the host's memory is the device's.
         assert update_bytes(parameters, shadow_mode(mode)) == sum(tensor.nbytes for tensor in held)
         assert len(held) == sets * len(parameters)
+        counted = VllmWeights(model, shadow_mode(mode)).sets.held
+        total = sum(parameter.nbytes for parameter in parameters.values())
+        assert (counted.beside, counted.host) == ((total, 0) if mode == "device" else (0, 2 * total))
+    # As on a device: one set there, and the version before in the host's memory.
+    in_place = VllmWeights(model, "device", in_place=True).sets.held
+    assert in_place.beside == in_place.host == total
     with pytest.raises(UsageError, match="ROLLMESH_WEIGHTS_SHADOW=nowhere"):
         shadow_mode("nowhere")
 
