@@ -117,7 +117,7 @@ async def preflight(settings: RunSettings, keys: KeyPlaces, *, trainer: bool = T
     placement = await find_placement(settings, gpu=has_gpu(), trainer=trainer)
     share = share_of_engines(settings, placement)
     if engine == "vllm" and share is not None:
-        settings = _with_share(settings, share)
+        settings = with_share(settings, share)
         found["rollout.vllm.gpu_memory_utilization"] = "what the trainer leaves of the GPU that they share"
     run_id = new_run_id("mixture" if settings.tasks else parse_task(settings.task).label)
     root = (settings.run_dir or Path("runs") / run_id).expanduser().absolute()
@@ -126,7 +126,8 @@ async def preflight(settings: RunSettings, keys: KeyPlaces, *, trainer: bool = T
     return Resolved(settings, folder, run_id, found | added, placement)
 
 
-def _with_share(settings: RunSettings, share: float) -> RunSettings:
+def with_share(settings: RunSettings, share: float) -> RunSettings:
+    """Told what a vLLM may take of the GPU that it shares."""
     vllm = settings.rollout.vllm.model_copy(update={"gpu_memory_utilization": share})
     return settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"vllm": vllm})})
 

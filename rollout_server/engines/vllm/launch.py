@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import shlex
 import shutil
 import tempfile
 import warnings
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 
 from rollout_server.engines.request_check import read_json
@@ -45,19 +47,22 @@ _CPU_MODULES = (
     "vllm.model_executor.model_loader.default_loader",
 )
 _RPC_FOLDER = "VLLM_RPC_BASE_PATH"
+_log = structlog.get_logger()
 
 
-def set_environment(platform: Platform, threads: int, given: Mapping[str, Any], shadow: ShadowPlace) -> None:
+def set_environment(
+    platform: Platform, threads: int, given: Mapping[str, Any], shadow: ShadowPlace, *, packed: bool
+) -> None:
     """Called before vLLM and torch are imported, and never at import time."""
-    os.environ.update(arguments.environment(platform, threads, given, shadow))
+    os.environ.update(arguments.environment(platform, threads, given, shadow, packed=packed))
     for name, value in arguments.DEFAULTS.items():
         os.environ.setdefault(name, value)
 
 
-def import_everything(threads: int, given: Mapping[str, Any], shadow: ShadowPlace) -> None:
+def import_everything(threads: int, given: Mapping[str, Any], shadow: ShadowPlace, *, packed: bool = True) -> None:
     """Import vLLM, which takes several seconds. `given`: engine arguments of the user's. Raises UsageError where it is
     missing or broken."""
-    set_environment(arguments.installed_platform(), threads, given, shadow)
+    set_environment(arguments.installed_platform(), threads, given, shadow, packed=packed)
     try:
         with warnings.catch_warnings():
             # Deprecation warnings inside vLLM are of no use in the server's log.
@@ -119,6 +124,7 @@ def _configure(plan: Plan) -> Any:
     GPUs than ranks."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
 
     found = arguments.arguments(plan, "cpu" if on_cpu() else "gpu")
     if on_cpu():
@@ -129,8 +135,11 @@ def _configure(plan: Plan) -> Any:
             f"({VISIBLE}={os.environ.get(VISIBLE, 'not set')})",
             "give it more, or split the model over fewer ranks",
         )
+    _log.info("vllm_starts", arguments=shlex.join(arguments.command_line(found)))
+    # Of a server: else vLLM would take a quarter of the tokens a step on a large GPU that its own server takes.
+    usage = None if on_cpu() else UsageContext.OPENAI_API_SERVER
     try:
-        return AsyncEngineArgs(**found).create_engine_config()
+        return AsyncEngineArgs(**found).create_engine_config(usage)
     except (ValueError, TypeError) as error:
         if not plan.given:
             raise
