@@ -32,10 +32,20 @@ def rss_bytes(child: Child) -> int:
 
 def peak_bytes(child: Child) -> int:
     """The largest resident memory of this process alone since this was last called for it. Linux: its high-water mark."""
-    (line,) = [line for line in Path(f"/proc/{child.pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return _peak_bytes(child.pid)
+
+
+def _peak_bytes(pid: int) -> int:
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
     # 5: set the high-water mark back (proc(5)).
-    Path(f"/proc/{child.pid}/clear_refs").write_text("5")
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
     return int(line.split()[1]) << 10
+
+
+def peaks_bytes(child: Child) -> int:
+    """The sum of the largest resident memories of this process and of those that it started, each since this was last
+    called. Pages that a fork shares count in each."""
+    return sum(_peak_bytes(each.pid) for each in _with_children(child))
 
 
 def cpu_s(child: Child) -> float:

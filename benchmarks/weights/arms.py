@@ -239,6 +239,17 @@ class Greedy(msgspec.Struct, frozen=True, tag="greedy"):
     max_tokens: int
 
 
+class AskHeld(msgspec.Struct, frozen=True, tag="held"):
+    """What is held for updates. Answer: HeldBytes."""
+
+
+class HeldBytes(msgspec.Struct, frozen=True):
+    """Bytes beside the served weights; `host`: of those in the host's memory (`weight_bus.vllm.sets.Held`)."""
+
+    beside: int
+    host: int
+
+
 class Sampled(msgspec.Struct, frozen=True):
     """Tokens of each prompt, and their logprobs."""
 
@@ -247,7 +258,7 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 ToPublisher = Join | Change | Publish | TimePublishing | Save | Broadcast
-ToEngine = Join | Begin | End | Stage | Commit | Prefetch | Reload | Greedy
+ToEngine = Join | Begin | End | Stage | Commit | Prefetch | Reload | Greedy | AskHeld
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ def weights(
     exact_updates: Annotated[int, typer.Option(min=0, help="Updates before exactness is checked; 0: not checked")] = 50,
     serve: Annotated[bool, typer.Option(help="Check a plain `vllm serve` with the plug-in, too")] = True,
     wire: Annotated[bool, typer.Option(help="Measure the transports alone, beside raw copies")] = True,
+    memory: Annotated[bool, typer.Option(help="Measure vLLM's memory with the weight bus and without")] = True,
     plot: Annotated[Path | None, typer.Option(help="Draw the gaps around the updates into this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of tables")] = False,
 ) -> None:
@@ -64,6 +65,7 @@ def weights(
         exact_updates=exact_updates,
         serve=serve and exact_updates > 0 and "vllm" in _engines(engine),
         wire=wire,
+        memory=memory and "vllm" in _engines(engine),
     )
     bench, episodes = run_measurement(lambda scratch, say: measure(shape, scratch, say))
     if plot is not None:

@@ -3,7 +3,9 @@
 benchmark ──one JSON line a command──► this process: engine, streams, updates in our way and in the paused ways
           ◄──one JSON line an answer── (benchmarks.weights.arms)
 
-python -m benchmarks.weights.engine ENGINE MODEL RUN_ID MAX_RUNNING
+python -m benchmarks.weights.engine ENGINE MODEL RUN_ID MAX_RUNNING [SHADOW packed|plain]
+
+SHADOW: of engine vllm, `weights.shadow`, or `alone` for vLLM as it is without a weight bus.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from itertools import count
@@ -25,11 +27,13 @@ from benchmarks.harness.processes import answer_lines, replies_only
 from benchmarks.harness.workload import TIMED_KV_POLICY
 from benchmarks.weights.arms import (
     Arrivals,
+    AskHeld,
     Begin,
     Commit,
     Done,
     End,
     Greedy,
+    HeldBytes,
     Join,
     PausedWay,
     Prefetch,
@@ -114,6 +118,8 @@ class _Driver:
                 return await self._end()
             case Greedy(prompts, max_tokens):
                 return await self._greedy(prompts, max_tokens)
+            case AskHeld():
+                return await self._paused.held()
             case Join(port):
                 await self._paused.join(port)
                 return Done()
@@ -182,13 +188,14 @@ def _main() -> None:
     from services.host.process import heavy_imports, leave_quickly
 
     replies = replies_only()
-    name, model, run_id, max_running = sys.argv[1:]
+    name, model, run_id, max_running, *memory = sys.argv[1:]
     with heavy_imports():
-        engine, paused = make_updated_engine(name, Path(model), run_id, int(max_running))
+        engine, paused = make_updated_engine(name, Path(model), run_id, int(max_running), memory)
     uvloop.run(_serve(replies, engine, paused))
     leave_quickly()
 
 
+ALONE = "alone"
 _DTYPE = "float32"
 _NEVER_STAGED = -1
 
@@ -210,13 +217,20 @@ class PausedUpdates(Protocol):
 
     async def load(self, way: PausedWay, path: str) -> None: ...
 
+    async def held(self) -> HeldBytes: ...
 
-def make_updated_engine(name: str, model: Path, run_id: str, max_running: int) -> tuple[Engine, PausedUpdates]:
-    """The engine, its imports done, not started; and how it is updated in the paused ways. Raises UsageError."""
+
+def make_updated_engine(
+    name: str, model: Path, run_id: str, max_running: int, memory: Sequence[str] = ()
+) -> tuple[Engine, PausedUpdates]:
+    """The engine, its imports done, not started; and how it is updated in the paused ways. Raises UsageError.
+
+    `memory`: of vllm, where versions are staged, and whether packed copies are kept.
+    """
     if name == "torch":
         return _torch_engine(model, run_id, max_running)
     if name == "vllm":
-        return _vllm_engine(model, run_id, max_running)
+        return _vllm_engine(model, run_id, max_running, *memory)
     raise UsageError(f"no engine {name!r}", "known: torch, vllm")
 
 
@@ -260,16 +274,27 @@ def _torch_engine(model: Path, run_id: str, max_running: int) -> tuple[Engine, P
         async def load(self, way: PausedWay, path: str) -> None:
             await self._run(self._in_place.load, way, path)
 
+        async def held(self) -> HeldBytes:
+            return HeldBytes(sum(tensor.nbytes for tensor in core._weights()[0].target.shadow().values()), 0)
+
         async def _run(self, work: Any, *arguments: Any) -> None:
             await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     return engine, Here()
 
 
-def _vllm_engine(model: Path, run_id: str, max_running: int) -> tuple[Engine, PausedUpdates]:
+def _vllm_engine(
+    model: Path, run_id: str, max_running: int, shadow: str = "device", packed: str = "packed"
+) -> tuple[Engine, PausedUpdates]:
     from rollout_server.engines.vllm.engine import VllmEngine
 
-    engine = VllmEngine(**_settings(model, run_id, max_running))
+    kind: type[VllmEngine] = VllmEngine
+    settings = _settings(model, run_id, max_running) | {"packed": packed == "packed"}
+    if shadow == ALONE:
+        from benchmarks.weights.alone import VllmAlone as kind
+    else:
+        settings["shadow"] = shadow
+    engine = kind(**settings)
     engine.preload()
     from vllm.v1.engine.core import EngineCore
 
@@ -278,6 +303,7 @@ def _vllm_engine(model: Path, run_id: str, max_running: int) -> tuple[Engine, Pa
     EngineCore.bench_unpack = _core_unpack
     EngineCore.bench_prefetch = _core_prefetch
     EngineCore.bench_load = _core_load
+    EngineCore.bench_held = _core_held
 
     class InTheCore:
         """Loads in the engine core, by utility calls between its steps."""
@@ -294,8 +320,11 @@ def _vllm_engine(model: Path, run_id: str, max_running: int) -> tuple[Engine, Pa
         async def load(self, way: PausedWay, path: str) -> None:
             await self._call("bench_load", way, path)
 
-        async def _call(self, name: str, *arguments: Any) -> None:
-            await engine._running().engine_core.call_utility_async(name, *arguments)
+        async def held(self) -> HeldBytes:
+            return HeldBytes(*await self._call("bench_held"))
+
+        async def _call(self, name: str, *arguments: Any) -> Any:
+            return await engine._running().engine_core.call_utility_async(name, *arguments)
 
     return engine, InTheCore()
 
@@ -317,6 +346,12 @@ def _core_load(core: Any, way: PausedWay, path: str) -> None:
 def _core_unpack(core: Any) -> None:
     [attached] = core.model_executor.collective_rpc(_attachment)
     attached.packed.flip(_NEVER_STAGED)
+
+
+def _core_held(core: Any) -> tuple[int, int]:
+    [attached] = core.model_executor.collective_rpc(_attachment)
+    held = attached.weights.sets.held
+    return held.beside, held.host
 
 
 def _in_place(core: Any) -> Any:

@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,10 +76,10 @@ async def save_policy(folder: Path, scratch: Path, *, hidden_size: int, layers: 
 
 @asynccontextmanager
 async def running_engine(
-    engine: str, model: Path, scratch: Path, streams: int, name: str = "engine"
+    engine: str, model: Path, scratch: Path, streams: int, name: str = "engine", memory: Sequence[str] = ()
 ) -> AsyncIterator[Piped]:
-    """An engine that serves the folder as version 0, with memory for so many streams."""
-    command = [*PYTHON, _ENGINE_MODULE, engine, str(model), RUN_ID, str(streams)]
+    """An engine that serves the folder as version 0, with memory for so many streams. `memory`: see its module."""
+    command = [*PYTHON, _ENGINE_MODULE, engine, str(model), RUN_ID, str(streams), *memory]
     async with running_piped(f"{engine} {name}", command, scratch, start_within_s=_START_WITHIN_S) as piped:
         yield piped
 

@@ -20,6 +20,8 @@ PACE_BAR = 0.9
 WIRE_BAR = 0.9
 PUBLISH_BAR = 1.3
 LOGPROB_BAR = 1e-5
+MEMORY_BARS = {"device": 1.05, "pinned": 0.05}
+"""Of the weights, above vLLM alone, by where versions are staged."""
 
 
 class Exactness(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +109,9 @@ class WeightsBench(msgspec.Struct, frozen=True, kw_only=True):
     engines: dict[str, EngineFigures]
     plain_serve: Exactness | None
     """Of a plain `vllm serve` with the plug-in; None where it was not checked."""
+    shadow_peak: dict[str, float]
+    """Memory of a vLLM engine above that of vLLM alone ÷ bytes of the weights, by where versions are staged, what lies in
+    the host's memory beside a device not counted; `packed`: with the packed copies that there are on a CPU by default."""
     spread: dict[str, list[float]]
     """Round by round: what `publish` and the wire come to of a copy of the same bytes."""
     setting: Setting
@@ -171,6 +176,7 @@ def judge(
     engines: Mapping[str, EngineFigures],
     ratios: Mapping[str, Sequence[float]],
     plain_serve: Exactness | None,
+    shadow_peak: Mapping[str, float],
     *,
     setting: Setting,
     notes: Sequence[str],
@@ -197,6 +203,11 @@ def judge(
         f"pace while staging ≥ {PACE_BAR:g}": pace >= PACE_BAR,
     }
     bars |= {f"{name} ≥ {WIRE_BAR:g}": v >= WIRE_BAR for name, v in (("nixl", nixl), ("shm", shm)) if v is not None}
+    bars |= {
+        f"shadow_peak, {place} ≤ {bar:g}": shadow_peak[place] <= bar
+        for place, bar in MEMORY_BARS.items()
+        if place in shadow_peak
+    }
     bars |= {} if exact is None else {"exact": exact}
     return WeightsBench(
         stall_ms=stall,
@@ -213,6 +224,7 @@ def judge(
         nothing_stall_ms=max(e.nothing_stall_ms for e in each),
         engines=dict(engines),
         plain_serve=plain_serve,
+        shadow_peak=dict(shadow_peak),
         spread={name: [round(value, 3) for value in values] for name, values in ratios.items()},
         setting=setting,
         bars=bars,
@@ -309,6 +321,8 @@ def _summary(bench: WeightsBench) -> Table:
         table.add_row(
             "plain vllm serve", "exact" if bench.plain_serve.exact else "NOT exact", _exactness(bench.plain_serve)
         )
+    for place, share in bench.shadow_peak.items():
+        table.add_row(f"shadow_peak, {place}", f"{share:.2f} of the weights", "")
     for bar, reached in bench.bars.items():
         table.add_row(bar, "yes" if reached else "NO", "")
     load = ", ".join(f"{figure:.2f}" for figure in bench.load_before)

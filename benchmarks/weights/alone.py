@@ -1,0 +1,31 @@
+"""vLLM as it is without a weight bus: what our engine's memory is held against in `./dev bench weights`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from rollout_server.engines.vllm import launch
+from rollout_server.engines.vllm.engine import VllmEngine
+from weight_bus.vllm.protocol import LIVE_WEIGHTS, Attached
+
+
+class VllmAlone(VllmEngine):
+    """The same arguments on vLLM's own engine core: its packed weights in place of those it loaded, no receiver."""
+
+    async def start(self) -> None:
+        self.preload()
+        # The plug-in is loaded with vLLM, and leaves it alone.
+        os.environ[LIVE_WEIGHTS] = "0"
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        launch._register_architectures(self._plan.model)
+        config = launch._configure(self._plan)
+        self._scratch = Path(tempfile.mkdtemp(prefix="rollmesh-vllm-"))
+        with launch._forking():
+            self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        await self._make_ready()
+
+    async def _attach(self) -> Attached:
+        return Attached(tensors=0, total_bytes=0)
