@@ -216,6 +216,14 @@ _TIMEOUT_S = 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
+class Card:
+    """A GPU that two engines stand on at once: their dtype, and each one's share of its memory."""
+
+    dtype: Literal["bfloat16"] = "bfloat16"
+    share: float = 0.42
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeshPlan:
     """What the processes of one run have in common. `settings`: the file with the run's configuration."""
 
@@ -241,9 +249,13 @@ async def plan_mesh(
     max_running: int,
     folder: Path,
     kv_policy: KvPolicy = TIMED_KV_POLICY,
+    card: Card | None = None,
 ) -> MeshPlan:
     """Write a run's configuration: the defaults, but for what is given and for admission, which never closes."""
     settings = RunSettings()
+    if card is not None:
+        settings.model.dtype = card.dtype
+        settings.rollout.vllm.gpu_memory_utilization = card.share
     settings.rollout.max_running = max_running
     settings.rollout.groups_per_step = _GROUPS
     settings.rollout.group_timeout_s = _TIMEOUT_S
@@ -283,30 +295,48 @@ async def running_gateway(plan: MeshPlan, http: aiohttp.ClientSession) -> AsyncI
 
 @asynccontextmanager
 async def running_ours(
-    engine: str, model: Path, redis_url: str, max_running: int, folder: Path, http: aiohttp.ClientSession, name: str
+    engine: str,
+    model: Path,
+    redis_url: str,
+    max_running: int,
+    folder: Path,
+    http: aiohttp.ClientSession,
+    name: str,
+    card: Card | None = None,
 ) -> AsyncIterator[tuple[HttpArm, Child]]:
-    """A server in a run of its own. `name`: unique in the benchmark."""
+    """A server in a run of its own. `name`: unique in the benchmark. `card`: of engine vllm, that it shares."""
     plan = await plan_mesh(
-        name, redis_url=redis_url, model=model, engine=engine, max_running=max_running, folder=folder
+        name, redis_url=redis_url, model=model, engine=engine, max_running=max_running, folder=folder, card=card
     )
     async with running_server(plan, name, http) as started:
         yield started
 
 
+def vllm_serve_command(model: Path, max_running: int, port: int, card: Card | None) -> list[str]:
+    """vLLM's OpenAI server: its own defaults, but what must be equal in both."""
+    command = [*PYTHON, "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "policy"]
+    command += ["--host", LOOPBACK, "--port", str(port), "--max-num-seqs", str(max_running)]
+    command += ["--no-enable-prefix-caching", "--generation-config", "vllm"]
+    command += ["--disable-log-stats", "--disable-uvicorn-access-log"]
+    if card is not None:
+        return [*command, "--dtype", card.dtype, "--gpu-memory-utilization", str(card.share)]
+    return [*command, "--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(1 << 30)]
+
+
 @asynccontextmanager
 async def running_vllm_serve(
-    model: Path, max_running: int, folder: Path, http: aiohttp.ClientSession
+    model: Path, max_running: int, folder: Path, http: aiohttp.ClientSession, card: Card | None = None
 ) -> AsyncIterator[HttpArm]:
-    """vLLM's OpenAI server: its own defaults, but what must be equal in both."""
+    """Ready. `card`: both stand on it."""
     port = free_port()
-    command = [*PYTHON, "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "policy"]
-    command += ["--host", LOOPBACK, "--port", str(port), "--dtype", "float32", "--max-num-seqs", str(max_running)]
-    command += ["--enforce-eager", "--no-enable-prefix-caching", "--generation-config", "vllm"]
-    command += ["--disable-log-stats", "--disable-uvicorn-access-log", "--kv-cache-memory-bytes", str(1 << 30)]
-    environment = {
+    command = vllm_serve_command(model, max_running, port, card)
+    of_cpu = {
         "OMP_NUM_THREADS": "1",
         # Eager in both: its first answers would otherwise wait for a compiler.
         "TORCHDYNAMO_DISABLE": "1",
+    }
+    environment = {
+        **({} if card is not None else of_cpu),
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": LOOPBACK,

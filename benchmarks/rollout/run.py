@@ -34,10 +34,11 @@ import typer
 from benchmarks.harness.bare_engine import running_bare_engine
 from benchmarks.harness.command import Say, check_hidden_size, run_measurement, show
 from benchmarks.harness.processes import rss_bytes, running_redis, versions
-from benchmarks.harness.servers import HttpArm, Way, client, running_ours, running_vllm_serve
+from benchmarks.harness.servers import Card, HttpArm, Way, client, running_ours, running_vllm_serve
 from benchmarks.harness.timing import Arms, Rate, SingleArms, Speeds, in_rounds, one_at_a_time, said, warm_up
 from benchmarks.harness.workload import Exchange, make_workload, save_random_policy, save_workload
 from benchmarks.rollout.report import RATIOS, Latencies, RolloutBench, Setting, judge
+from rollout_server.engines.vllm.arguments import installed_platform
 from services.supervisor.processes import Child
 from services.wire.errors import UsageError
 
@@ -114,6 +115,11 @@ class Shape:
     layers: int
     why_no_vllm: str | None
 
+    @property
+    def card(self) -> Card | None:
+        """Where vLLM is built for GPUs, both of its servers stand on one."""
+        return Card() if installed_platform() == "gpu" else None
+
 
 @dataclass
 class _Figures:
@@ -122,6 +128,17 @@ class _Figures:
     idle_bytes: list[int] = field(default_factory=list)
     http_cpu_s: dict[str, float] = field(default_factory=dict)
     """CPU seconds of the event loop in all rounds, by way."""
+
+
+async def beside_vllm_serve(shape: Shape, folder: Path, say: Say) -> Speeds:
+    """That part alone: tokens a second of `vllm_plain` and `vllm_serve`, and of both streamed, round by round."""
+    model = folder / "policy"
+    save_random_policy(model, hidden_size=shape.hidden_size, layers=shape.layers, seed=_SEED)
+    exchanges = make_workload(model, count=shape.requests, max_tokens=shape.max_tokens, seed=_SEED)
+    async with running_redis(folder) as redis_url:
+        bench = _Bench(shape, folder, model, redis_url, exchanges, say)
+        await bench.beside_vllm_serve()
+    return bench.figures.speeds
 
 
 async def measure(shape: Shape, folder: Path, say: Say) -> RolloutBench:
@@ -218,11 +235,11 @@ class _Bench:
         shape, exchanges = self._shape, self._exchanges
         async with AsyncExitStack() as stack:
             self._say("starting the server with vLLM inside")
-            ours, _ = await self._start_ours(stack, "vllm", "vllm")
+            ours, _ = await self._start_ours(stack, "vllm", "vllm", card=shape.card)
             self._say("starting vllm serve, which takes a minute")
             http = await stack.enter_async_context(client())
             theirs = await stack.enter_async_context(
-                running_vllm_serve(self._model, shape.concurrency, self._folder, http)
+                running_vllm_serve(self._model, shape.concurrency, self._folder, http, shape.card)
             )
             await ours.check_prompts(exchanges[:_CHECKED])
             await theirs.check_prompts(exchanges[:_CHECKED])
@@ -236,10 +253,10 @@ class _Bench:
             )
 
     async def _start_ours(
-        self, stack: AsyncExitStack, engine: str, name: str, model: Path | None = None
+        self, stack: AsyncExitStack, engine: str, name: str, model: Path | None = None, card: Card | None = None
     ) -> tuple[HttpArm, Child]:
         http, most = await stack.enter_async_context(client()), self._shape.concurrency
-        started = running_ours(engine, model or self._model, self._redis_url, most, self._folder, http, name)
+        started = running_ours(engine, model or self._model, self._redis_url, most, self._folder, http, name, card)
         return await stack.enter_async_context(started)
 
     async def _count_cpu(self, ours: HttpArm, way: Way) -> Rate:
