@@ -7,16 +7,18 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
 
 from benchmarks.harness.processes import running
-from benchmarks.harness.servers import completion_tokens
+from benchmarks.harness.servers import Card, completion_tokens, plan_mesh, vllm_serve_command
 from benchmarks.harness.timing import in_parallel
 from benchmarks.rollout.report import Latencies, RolloutBench, Setting, as_table, judge
 from rollout_server.completions.sampling import choose_sampling
+from services.config.load import load_settings
 from services.wire.errors import RollmeshError
 from services.wire.openai_api import ChatCall
 from services.wire.rollout_api import SamplingLimits
@@ -99,6 +101,22 @@ def test_a_call_that_ignores_the_end_of_a_turn_is_not_ended_by_the_templates_eit
     )
     chosen = choose_sampling(SamplingLimits(), call, 8, (7, 9), 100)
     assert chosen.stop_token_ids == ((5,) if ignore_eos else (5, 7, 9))
+
+
+async def test_servers_on_a_card_share_it_alike_and_are_compiled(tmp_path: Path) -> None:
+    plan = await plan_mesh(
+        "r", redis_url="redis://h", model=tmp_path, engine="vllm", max_running=256, folder=tmp_path, card=Card()
+    )
+    ours = load_settings(plan.settings, [])
+    words = vllm_serve_command(tmp_path, 256, 8000, Card())
+    theirs = dict(pairwise(words))
+    assert (theirs["--dtype"], theirs["--gpu-memory-utilization"], theirs["--max-num-seqs"]) == (
+        ours.model.dtype,
+        str(ours.rollout.vllm.gpu_memory_utilization),
+        str(ours.rollout.max_running),
+    )
+    assert "--enforce-eager" not in words and "--kv-cache-memory-bytes" not in words
+    assert "--enforce-eager" in vllm_serve_command(tmp_path, 256, 8000, None)
 
 
 async def test_a_process_is_ended_with_its_children_when_the_benchmark_fails(tmp_path: Path) -> None:
