@@ -53,6 +53,7 @@ def weights(
 
     from benchmarks.weights.report import as_tables, plot_gaps
     from benchmarks.weights.run import Shape, measure
+    from rollout_server.engines.vllm.arguments import installed_platform
 
     shape = Shape(
         engines=_engines(engine),
@@ -65,7 +66,8 @@ def weights(
         exact_updates=exact_updates,
         serve=serve and exact_updates > 0 and "vllm" in _engines(engine),
         wire=wire,
-        memory=memory and "vllm" in _engines(engine),
+        # A GPU's memory is no process's resident one: tests/gpu look at that.
+        memory=memory and "vllm" in _engines(engine) and installed_platform() == "cpu",
     )
     bench, episodes = run_measurement(lambda scratch, say: measure(shape, scratch, say))
     if plot is not None:

@@ -94,6 +94,8 @@ class PackedLayers:
 
         A newer version ends the packing of an older one.
         """
+        if not self._layers:
+            return
         with self._lock:
             self._newest = max(self._newest, version)
         self._thread.submit(self._pack, version, storage).result()
