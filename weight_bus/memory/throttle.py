@@ -23,7 +23,7 @@ _SETTLE_S = 0.1
 
 
 def background_threads(name: str, count: int = 2) -> ThreadPoolExecutor:
-    """Two threads: a newer version must be able to supersede one whose staging is under way. Each works on one core."""
+    """Threads that each work on one core. Two, where a newer version must be able to supersede one that is being staged."""
     return ThreadPoolExecutor(max_workers=count, thread_name_prefix=name, initializer=_stay_on_one_core)
 
 
