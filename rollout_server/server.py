@@ -38,7 +38,7 @@ from rollout_server.lifecycle.trajectory import Origin
 from rollout_server.sessions.access import Access
 from rollout_server.sessions.group import GroupRegistry
 from services.config.settings import RunSettings
-from services.host.aio import first_failure
+from services.host.aio import first_failure, telling
 from services.host.run_folder import wait_for_model
 from services.http.app import Stop
 from services.http.auth import Authorizer
@@ -58,7 +58,6 @@ from services.security.tls import PUBLIC, Trust
 from services.wire.errors import ConflictError, DrainingError, NotReadyError, RollmeshError
 from weight_bus.client.membership import Bus, Membership
 
-MODEL_DEADLINE_S = 600.0
 CLOSE_WITHIN_S = 5.0
 DRAIN_WITHIN_S = 3.0
 """After which calls that still go on are ended; their clients send them again."""
@@ -228,9 +227,14 @@ class RolloutServer:
     async def _start(self, redis: Redis) -> Parts:
         plan, started = self.plan, time.monotonic()
         self._phase = f"waiting for the model folder {plan.model}"
-        await wait_for_model(plan.model, MODEL_DEADLINE_S)
+        await wait_for_model(plan.model, plan.settings.model.wait_timeout_s)
         self._phase = "starting its engine"
-        await self._engine.start()  # before anything that might start a thread: vLLM forks
+        at_most_s = plan.settings.rollout.start_timeout_s
+        # `start` before anything that might start a thread: vLLM forks.
+        await telling(
+            self._engine.start(),
+            lambda passed: _log.info("waiting", waiting_for="its engine", after_s=passed, at_most_s=at_most_s),
+        )
         renderer = Renderer.from_folder(plan.model, lambda: self._engine.max_model_len)
         self._phase = "waiting for Redis"
         ledger, registry = Ledger(redis, plan.run_id), GroupRegistry()

@@ -18,6 +18,7 @@ from services.host.run_folder import RunFolder
 from services.observability.tracing import NO_TRACING, Tracing
 from services.policies.admission import StoreUse, store_use
 from services.policies.batching import GroupFilter
+from services.policies.training.deadlines import settled_within
 from services.run_store.client import connect
 from services.run_store.evaluations import EvaluationStore
 from services.run_store.ledger import Ledger
@@ -49,7 +50,7 @@ from trainer.parallel.publishing import LeadingPublisher
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.start import Started
 from trainer.planning.refusal import machine_of, refuse_what_cannot_fit
-from trainer.weights import WeightUpdates, settle_deadline
+from trainer.weights import WeightUpdates
 from weight_bus.client.bus_client import BusClient
 from weight_bus.manifest.published import check_folder
 from weight_bus.publisher.contiguous import lay_contiguous
@@ -133,7 +134,7 @@ def make_publisher(arguments: TrainerArguments, learner: Learner, ranks: Ranks, 
     check_folder(arguments.model, published, f"{learner.model.base_model_prefix}.")
     publishing = None
     if ranks.several:
-        publishing = PublishingRanks()
+        publishing = PublishingRanks(settled_within(weights.stage_timeout_s))
         stack.callback(publishing.close)
     publisher = (LeadingPublisher if ranks.several and ranks.leads else Publisher)(
         arguments.run_id,
@@ -142,7 +143,7 @@ def make_publisher(arguments: TrainerArguments, learner: Learner, ranks: Ranks, 
         exporter,
         weights.bucket_mib << 20,
         key=arguments.weights_key,
-        wait_s=settle_deadline(weights.stage_timeout_s),
+        wait_s=settled_within(weights.stage_timeout_s),
         delta_max_ratio=weights.delta_max_ratio if weights.delta == "auto" else 0.0,
         ranks=publishing,
     )
@@ -278,7 +279,6 @@ class Assembly:
 
     def _updates(self, learner: Learner, attempts: Attempts) -> WeightUpdates:
         arguments, weights = self.arguments, self.arguments.settings.weights
-        settle_s = settle_deadline(weights.stage_timeout_s)
         publisher = make_publisher(arguments, learner, self.ranks, self._stack)
         self._stack.callback(publisher.close)
         bus = BusClient(
@@ -292,7 +292,7 @@ class Assembly:
         lines = read_metrics(self.folder.metrics)
         committed = max((line.commits for line in lines), default=0)
         updates = WeightUpdates(
-            publisher, bus, self.background, settle_s, attempts.announce, committed, arguments.tracing
+            publisher, bus, self.background, weights.stage_timeout_s, attempts.announce, committed, arguments.tracing
         )
         self._stack.callback(updates.abandon)
         return updates

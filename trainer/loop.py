@@ -29,6 +29,7 @@ from services.config.settings import RunSettings
 from services.observability.tracing import Tracing
 from services.policies.admission import StoreUse
 from services.policies.batching import Group
+from services.policies.training.deadlines import batch_within
 from services.policies.training.health import signs
 from services.run_store.patience import REPEAT_WITHIN_S, repeated
 from services.run_store.stream import TrajectoryReader
@@ -107,6 +108,10 @@ class TrainingLoop:
     """What the tokenizer puts for text that its vocabulary has not."""
     _settling: list[Future[None]] = field(default_factory=list)
     _ahead: Ahead | None = None
+    _longest_wait_s: float = 0.0
+    """For a batch."""
+    _longest_batch_s: float = 0.0
+    """Of those trained so far."""
     _line: StepMetrics | None = None
     """Of the step before."""
 
@@ -188,16 +193,17 @@ class TrainingLoop:
     def _next_batch(self) -> list[Group[Trajectory]] | None:
         if self._ahead is not None:
             return self._ahead.groups
-        first, updates = self.learner.steps_made + 1, self._updates()
+        first, updates, began = self.learner.steps_made + 1, self._updates(), time.monotonic()
         steps = f"step {first}" if updates == 1 else f"steps {first} to {first + updates - 1}"
         try:
             return self.intake.take(
                 self._groups_of(updates),
-                self.settings.trainer.batch_timeout_s,
+                batch_within(self.settings.trainer.batch_timeout_s, self._longest_wait_s),
                 post=lambda missing: self.sign.post(f"the batch of {steps}: {missing}"),
                 stopped=self._must_stop,
             )
         finally:
+            self._longest_wait_s = max(self._longest_wait_s, time.monotonic() - began)
             self.sign.clear()
 
     def _hear_teacher(self, groups: Sequence[Group[Trajectory]], step: int, stopped: Callable[[], bool]) -> bool:
@@ -243,7 +249,9 @@ class TrainingLoop:
         ahead, prepared = self._ahead, None
         if ahead is not None:
             try:
-                prepared = self.background.result(ahead.prepared, "packing the next batch", PACK_DEADLINE_S)
+                prepared = self.background.result(
+                    ahead.prepared, "packing the next batch", batch_within(PACK_DEADLINE_S, self._longest_batch_s)
+                )
             except TeacherError as error:
                 # It was asked once more since (`_hear_teacher`), and has told all.
                 _log.warning("the batch is packed again", why=str(error))
@@ -255,6 +263,7 @@ class TrainingLoop:
         made = self.attempts.train(record, groups, prepared)
         record_steps(self.tracing, made.steps, began_ns, wait_s=taken - started)
         ended = time.perf_counter()
+        self._longest_batch_s = max(self._longest_batch_s, ended - taken)
         if made.steps:
             self.updates.publish(self.learner.version, self.learner.published(), made.logged)
         self._settling.append(self.background.spawn(self._settle(entries, made), "acknowledge"))

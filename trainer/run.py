@@ -39,11 +39,8 @@ from trainer.io_loop import Background, Interrupt
 from trainer.loop import Identity, TrainingLoop
 from trainer.metrics.files import make_report, plot_curves, read_metrics, write_report
 from trainer.parallel.orders import Restore, Stop, tell
-from trainer.parallel.ranks import Ranks, joined
+from trainer.parallel.ranks import COLLECTIVE_S, Ranks, joined
 from trainer.parallel.start import ranks_started
-
-MODEL_DEADLINE_S = 600.0
-VERIFY_DEADLINE_S = 120.0
 
 _log = structlog.get_logger()
 
@@ -55,9 +52,12 @@ def train(arguments: TrainerArguments) -> int:
     when the run cannot go on.
     """
     layout = layout_of_run(arguments)
-    with joined(layout, arguments.started) as ranks:
+    settings = arguments.settings
+    # Each loads its part of the model before the first collective, and one may have a slow disk.
+    collective_s = max(COLLECTIVE_S, settings.rollout.start_timeout_s)
+    with joined(layout, arguments.started, collective_s) as ranks:
         if not ranks.leads:
-            follow(arguments, ranks, MODEL_DEADLINE_S)
+            follow(arguments, ranks, arguments.settings.model.wait_timeout_s)
             return 0
         torch.set_num_threads(arguments.settings.trainer.thread_count)
         if arguments.settings.trainer.deterministic:
@@ -92,8 +92,10 @@ def _live(
     log = stack.enter_context(
         closing(StepLog(assembly.folder.checkpoints / "steps.jsonl", identity.run_id, terms_of(arguments.settings)))
     )
-    wait_for_model_blocking(arguments.model, MODEL_DEADLINE_S)
-    assembly.begin_meeting_teacher(MODEL_DEADLINE_S)
+    wait_for_model_blocking(arguments.model, arguments.settings.model.wait_timeout_s)
+    # It is a server that loads a model, as engines are.
+    engines_within_s = arguments.settings.rollout.start_timeout_s
+    assembly.begin_meeting_teacher(engines_within_s)
     roles = assembly.roles()
     learner = roles.learner
     environment = present_environment(arguments.settings, arguments.model, learner.model.device, ranks.layout)
@@ -103,7 +105,7 @@ def _live(
     _log.info("optimizer in force", optimizer=chosen.optimizer.kind, schedule=chosen.schedule.kind)
     _log.info("rows are packed", kept_apart=learner.separation)
     background.insist(lambda: assembly.ledger.begin(learner.version), "opening the ledger")
-    assembly.meet_teacher(MODEL_DEADLINE_S)
+    assembly.meet_teacher(engines_within_s)
     loop = assembly.loop(identity, roles, log, interrupt)
     come_back(loop, environment.changes(log.environment))
     log.take_environment(environment)
@@ -121,7 +123,10 @@ def _live(
     with interrupt.graceful():
         finished = loop.run()
     if not finished:
+        loop.sign.post(f"the checkpoint of version {learner.version} to be written")
+        _log.info("waiting", waiting_for="the last checkpoint to be written", to=learner.version)
         loop.checkpoint().result()
+        loop.sign.clear()
         loop.files.submit(loop.records.flush).result()
         lines, generated = _so_far(assembly)
         plot_curves(lines, generated, assembly.folder.curves, loop.evaluations())
@@ -194,7 +199,7 @@ def _conclude(loop: TrainingLoop, assembly: Assembly) -> None:
     loop.finish_acknowledging()
     dropped = background.insist(loop.intake.drain, "draining the stream")
     loop.sign.clear()
-    verified = background.call(loop.updates.verify(), "verifying the engines' weights", VERIFY_DEADLINE_S)
+    verified = background.call(loop.updates.verify(), "verifying the engines' weights", loop.updates.verified_within)
     _log.info("concluded", version=version, dropped_at_the_end=dropped, weights_match=verified.match)
     loop.files.submit(loop.records.flush).result()
     if loop.settings.evaluation.every:

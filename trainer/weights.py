@@ -18,6 +18,7 @@ from typing import TypeVar
 import structlog
 
 from services.observability.tracing import NO_TRACING, Tracing
+from services.policies.training.deadlines import Pace, settled_within, within
 from services.policies.versions import Announced
 from services.wire.errors import ConflictError, NotFoundError, RollmeshError
 from services.wire.weights_api import SETTLED, UpdateView, VerifyView
@@ -29,6 +30,7 @@ from weight_bus.publisher.publisher import Publication, Publisher
 
 _POLL_S = 5.0
 _RETRY_S = 0.25
+_VERIFIED_S = 120.0
 _SMALL_BYTES = 1 << 20
 _SMALL_MANIFEST_S = 0.002
 """Small weights are hashed in a tenth of it."""
@@ -44,7 +46,7 @@ class WeightsError(RollmeshError):
 
 
 class WeightUpdates:
-    """Publishes versions and follows their updates. `settle_s`: how long an update may take to settle. `write_down`: is
+    """Publishes versions and follows their updates. `stage_s`: how long a stage may take, at the least. `write_down`: is
     called with version and digest before a version is announced, which waits until it is done.
 
     `committed` and `newest` are read on the training thread and replaced as a whole on the background loop.
@@ -55,14 +57,16 @@ class WeightUpdates:
         publisher: Publisher,
         bus: BusClient,
         background: Background,
-        settle_s: float,
+        stage_s: float,
         write_down: Callable[[int, str], Future[None]],
         committed_before: int = 0,
         tracing: Tracing = NO_TRACING,
     ) -> None:
         self._publisher, self._bus, self._background = publisher, bus, background
         self._tracing, self._write_down = tracing, write_down
-        self._settle_s = settle_s
+        self._stage_s = stage_s
+        self._pace = Pace()
+        """Of whole stages: all bytes of a version, by the time that an engine took for it."""
         self._following: dict[int, Future[UpdateView]] = {}
         self._base: int | None = None
         self.newest: UpdateView | None = None
@@ -77,6 +81,20 @@ class WeightUpdates:
         """Version and state of `newest`."""
         newest = self.newest
         return None if newest is None else (newest.version, newest.state)
+
+    @property
+    def _staged_within(self) -> float:
+        return within(self._stage_s, self._publisher.layout.total_bytes, self._pace.slowest)
+
+    @property
+    def _settle_s(self) -> float:
+        """How long an update may take to settle: as long as the bus gives its stages."""
+        return settled_within(self._staged_within)
+
+    @property
+    def verified_within(self) -> float:
+        """Seconds that engines have to hash what they serve."""
+        return max(_VERIFIED_S, 2 * self._staged_within)
 
     def digest(self, version: int, weights: Mapping[str, PublishedTensor]) -> str:
         """The root digest that `weights` would have as `version`; nothing is published."""
@@ -103,6 +121,7 @@ class WeightUpdates:
         """
         for before in [update for update, future in self._following.items() if future.done()]:
             self._wait_for(self._following.pop(before), before)
+        self._publisher.wait_s = self._settle_s
         publication = self._publisher.publish(version, weights, leased=True)
         if self._publisher.layout.total_bytes < _SMALL_BYTES:
             # The threads that announce it would wait longer for the interpreter's lock than they work.
@@ -130,12 +149,12 @@ class WeightUpdates:
 
     async def verify(self) -> VerifyView:
         """Have every engine hash what it serves, against the newest published bytes."""
-        view = await self._bus.verify()
+        view = await self._bus.verify(self.verified_within)
         manifest = self._publisher.latest
         if manifest is not None and view.version != manifest.version:
             # A restarted bus does not know the version yet.
             await self._bus.announce(manifest, wait_s=_POLL_S)
-            view = await self._bus.verify()
+            view = await self._bus.verify(self.verified_within)
         return view
 
     async def close(self) -> None:
@@ -207,6 +226,10 @@ class WeightUpdates:
             await asyncio.sleep(_RETRY_S)
 
     def _note(self, view: UpdateView) -> None:
+        total = self._publisher.layout.total_bytes
+        for engine in view.engines:
+            if engine.bytes_read * 2 >= total:
+                self._pace.note(total, engine.stage_ms / 1e3)
         if view.state == "committed":
             self.committed += view.version != self._base
         elif view.state == "failed":
@@ -227,8 +250,3 @@ async def _result_of(future: Future[_Result]) -> _Result:
 
 def _whys(view: UpdateView) -> str:
     return "; ".join(f"{engine.engine_id}: {engine.why or engine.state}" for engine in view.engines) or "no engine"
-
-
-def settle_deadline(stage_timeout_s: float) -> float:
-    """How long an update may take: staging, its repetitions at the bus, the barrier."""
-    return 4 * stage_timeout_s + 5.0

@@ -82,12 +82,12 @@ async def _update(url: str, weights: dict[str, torch.Tensor], updates: int, say:
                 spread = float(tensor.std()) if tensor.numel() > 1 else 1.0
                 tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=_CHANGE * (spread or 0.01))
             manifest = await asyncio.to_thread(publisher.publish(version, weights).manifest)
-            await engine.stage(url, encode_manifest(manifest))
+            await engine.stage(url, encode_manifest(manifest), engine.timeout_s)
             await engine.commit(url, version)
             publisher.release(version)
             if version % 10 == 0 or version == updates:
                 say(f"plain vllm serve: {version} of {updates} updates")
-        digest = await engine.digest(url)
+        digest = await engine.digest(url, engine.timeout_s)
         if (digest.version, digest.root_digest) != (updates, manifest.root_digest):
             raise RollmeshError(f"vllm serve serves version {digest.version}, digest {digest.root_digest[:16]}…")
 

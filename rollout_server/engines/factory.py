@@ -93,7 +93,7 @@ def _torch_engine(
     if own_process:
         from rollout_server.engines.torch.process.client import CoreProcess
 
-        return TorchEngine(CoreProcess(wanted))
+        return TorchEngine(CoreProcess(wanted, settings.rollout.start_timeout_s))
     from rollout_server.engines.torch.core import EngineCore
 
     return TorchEngine(EngineCore(wanted))

@@ -49,6 +49,11 @@ class ModelSettings(Section):
         description="Hugging Face folder, or a name (`rollmesh models`); empty: a tiny model is warm-started",
     )
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Serving dtype")
+    wait_timeout_s: float = Field(
+        default=3600.0,
+        gt=0.0,
+        description="How long engines and trainer wait for a folder that is still being made: a warm start, a copy",
+    )
     trust_remote_code: bool = Field(
         default=False, description="Run code that a model folder carries (`auto_map`), in trainer and engines"
     )
@@ -191,7 +196,17 @@ class TrainerSettings(LearnerSettings):
     epochs_per_batch: int = Field(
         default=1, ge=1, description="How often a batch's minibatches are trained on, in turn"
     )
-    batch_timeout_s: float = Field(default=120.0, gt=0.0, description="Longest wait for a batch before the run fails")
+    batch_timeout_s: float = Field(
+        default=120.0,
+        gt=0.0,
+        description="Longest wait for a batch before the run fails, where no wait before took more than a quarter of it",
+    )
+    stop_timeout_s: float = Field(
+        default=60.0,
+        gt=0.0,
+        description="How long `rollmesh up` lets a trainer end its step and write a checkpoint, besides what both take by "
+        "the steps so far and the checkpoint's bytes",
+    )
     on_anomaly: Literal["stop", "skip"] = Field(
         default="stop",
         description="A step whose loss or gradient is not finite is not made; stop: the run ends; skip: it goes on without "
@@ -236,7 +251,9 @@ class WeightSettings(Section):
     delta_max_ratio: float = Field(
         default=0.25, gt=0.0, le=1.0, description="Largest share of the dense bytes that a delta may take"
     )
-    stage_timeout_s: float = Field(default=30.0, gt=0.0)
+    stage_timeout_s: float = Field(
+        default=30.0, gt=0.0, description="How long an engine may take to read a version, at the least: 10 s a GB"
+    )
     shadow: ShadowPlace = Field(
         default="device",
         description="Where engine vllm stages a version: device: a second set of weights there; pinned: in the host's "

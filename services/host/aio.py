@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from services.wire.errors import RollmeshError
+
+T = TypeVar("T")
+TELL_EVERY_S = 30.0
+"""Of work that takes long is told so often."""
 
 
 @contextmanager
@@ -41,6 +45,28 @@ async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
     task.result()
     if cancelled is not None:
         raise cancelled
+
+
+async def telling(
+    work: Awaitable[T],
+    tell: Callable[[float], None],
+    every_s: float = TELL_EVERY_S,
+    pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> T:
+    """The result of `work`; meanwhile `tell` is called every `every_s` seconds, with how many have passed."""
+
+    async def talk() -> None:
+        passed = 0.0
+        while True:
+            await pause(every_s)
+            passed += every_s
+            tell(passed)
+
+    talking = asyncio.create_task(talk())
+    try:
+        return await work
+    finally:
+        talking.cancel()
 
 
 class NamedLocks:

@@ -27,6 +27,7 @@ from typing import IO
 
 import structlog
 
+from services.host.aio import TELL_EVERY_S
 from services.host.files import write_whole, writing
 from services.wire.errors import DeadlineError, UsageError
 
@@ -218,13 +219,18 @@ def wait_for_model_blocking(path: Path, deadline_s: float) -> None:
 def _pauses_until_complete(path: Path, deadline_s: float) -> Iterator[float]:
     if is_complete(path):
         return
-    _log.info("waiting", waiting_for=f"the model folder {path}")
-    ends = time.monotonic() + deadline_s
+    began = told = time.monotonic()
+    _log.info("waiting", waiting_for=f"the model folder {path}", at_most_s=deadline_s)
     while not is_complete(path):
-        if time.monotonic() > ends:
+        now = time.monotonic()
+        if now - told >= TELL_EVERY_S:
+            told = now
+            _log.info("waiting", waiting_for=f"the model folder {path}", after_s=round(now - began))
+        if now - began > deadline_s:
             raise DeadlineError(
                 f"no model appeared in {path} within {deadline_s:g} s",
-                "give --model a Hugging Face folder, or see what became of the warm start",
+                "give --model a Hugging Face folder, or see what became of the warm start; model.wait_timeout_s gives it "
+                "longer",
             )
         yield _POLL_S
 

@@ -25,7 +25,7 @@ from redis.exceptions import RedisError
 from services.config.fitting import annotated
 from services.config.load import dump_settings
 from services.config.settings import RunSettings
-from services.host.aio import to_its_end
+from services.host.aio import TELL_EVERY_S, to_its_end
 from services.host.files import remove_shm_files, shm_directory, shm_prefix, write_whole, writing
 from services.host.process import missing_tunables
 from services.host.run_folder import RunFolder, free_bytes, held
@@ -39,20 +39,17 @@ from services.supervisor.devices import NOWHERE, environments_here
 from services.supervisor.launch_plan import LaunchPlan, PortReservation, plan_launch, write_users
 from services.supervisor.live_view import Observer, View, read_engine
 from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper, Say, ServiceFailedError
+from services.supervisor.stopping import stop_trainer
 from services.supervisor.summary import Summary, flips_of, read_report, summarise, write_summary
 from services.wire.errors import UNDECODABLE, RollmeshError
 from services.wire.run_metrics import EvaluationReport, TrainerReport
 
 STOP_DEADLINE_S = 8.0
-TRAINER_STOP_DEADLINE_S = 60.0
-"""It ends its step, writes a checkpoint and plots the curves."""
 TRACKING_STOP_DEADLINE_S = 20.0
 """It writes the last steps and the summary."""
 REDIS_DEADLINE_S = 15.0
 IMPORTS_WITHIN_S = 300.0
 """For a server to do its imports; the trainer starts then at the latest."""
-SAY_EVERY_S = 30.0
-"""What is not ready yet is told so often."""
 SHOW_EVERY_S = 0.5
 DISK_EVERY_S = 1.0
 MIN_FREE_BYTES = 32 << 20
@@ -129,6 +126,8 @@ class Mesh:
         self._trust = read_trust(keys.tls)
         self._processes: MeshProcesses | None = None
         self._starting: list[str] = []
+        self._warm = asyncio.Event()
+        """Set once there is a model folder."""
         self._began_at = began_at
         if folder.config.exists():
             self._began_at = folder.config.stat().st_mtime
@@ -239,6 +238,7 @@ class Mesh:
         async with asyncio.TaskGroup() as jobs:
             for managed in processes.warm_start:
                 jobs.create_task(self._run_job(managed))
+        self._warm.set()
 
     async def _run_job(self, managed: ManagedProcess) -> None:
         began = time.monotonic()
@@ -272,7 +272,9 @@ class Mesh:
 
     async def _announce(self, name: str, url: str, http: httpx.AsyncClient) -> None:
         self._starting.append(name)
-        await wait_for_http(name, url, self._settings.rollout.start_timeout_s, http, self._view.say)
+        within_s = self._settings.rollout.start_timeout_s
+        # Before there is a model nothing can load it: a warm start's time is not the server's.
+        await wait_for_http(name, url, within_s, http, self._view.say, begun=self._warm.is_set)
         self._starting.remove(name)
         self._view.say(f"{name} is ready at {url}")
 
@@ -319,10 +321,16 @@ class Mesh:
         return summary
 
     async def _stop(self, processes: MeshProcesses) -> None:
-        deadlines = {processes.trainer.name: TRAINER_STOP_DEADLINE_S, "tracking": TRACKING_STOP_DEADLINE_S}
         for rank in processes.in_order_of_stopping:
-            await asyncio.gather(*(managed.stop(deadlines.get(managed.name, STOP_DEADLINE_S)) for managed in rank))
+            await asyncio.gather(*(self._stop_one(managed, processes) for managed in rank))
         remove_shm_files(self._run_id)
+
+    async def _stop_one(self, managed: ManagedProcess, processes: MeshProcesses) -> None:
+        if managed is not processes.trainer:
+            await managed.stop(TRACKING_STOP_DEADLINE_S if managed is processes.tracking else STOP_DEADLINE_S)
+            return
+        settings = self._settings
+        await stop_trainer(managed, settings.trainer.stop_timeout_s, self._folder, settings.model.path, self._view.say)
 
 
 def _named_urls(plan: LaunchPlan) -> list[tuple[str, str]]:
@@ -368,14 +376,21 @@ MONOTONIC = Clock()
 
 
 async def wait_for_http(
-    name: str, url: str, deadline_s: float, http: httpx.AsyncClient, say: Say, clock: Clock = MONOTONIC
+    name: str,
+    url: str,
+    deadline_s: float,
+    http: httpx.AsyncClient,
+    say: Say,
+    clock: Clock = MONOTONIC,
+    *,
+    begun: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Until `GET {url}/readyz` answers 200; every SAY_EVERY_S `say` is told what is missing.
+    """Until `GET {url}/readyz` answers 200; every TELL_EVERY_S `say` is told what is missing. The deadline counts from when
+    `begun` says that it can become ready at all.
 
     Raises ServiceFailedError, naming what is still missing, after the deadline.
     """
-    began = clock.now()
-    told = began
+    began = told = since = clock.now()
     while True:
         try:
             response = await http.get(f"{url}/readyz", timeout=5.0)
@@ -387,14 +402,16 @@ async def wait_for_http(
         except UNDECODABLE:
             missing = f"it answers {response.status_code}"
         now = clock.now()
-        if now - began > deadline_s:
+        if not begun():
+            since = now
+        if now - since > deadline_s:
             raise ServiceFailedError(
                 f"{name} was not ready after {deadline_s:g} s ({missing})",
                 f"see its log, {url}; rollout.start_timeout_s gives it longer",
             )
-        if now - told >= SAY_EVERY_S:
+        if now - told >= TELL_EVERY_S:
             told = now
-            say(f"{name} is not ready after {now - began:.0f} s: {missing}")
+            say(f"{name} is not ready after {now - began:.0f} s, it has {deadline_s:g} s: {missing}")
         await clock.pause(_POLL_S)
 
 

@@ -102,6 +102,10 @@ class Snapshot:
     tensors: dict[str, dict[str, Tensor]]
     parts: dict[str, dict[str, Part]] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for file in self.tensors.values() for tensor in file.values())
+
 
 def snapshot(
     roles: Roles, run_id: str, fingerprint: str, over: Snapshot | None = None, writers: Writers | None = None
@@ -211,7 +215,7 @@ def save_part(folder: Path, taken: Snapshot, writers: Writers) -> Path:
     hand_in(target, writers, _write(making, taken, {file: writers.file(file) for file in taken.tensors}))
     if writers.rank:
         return target
-    _write_meta(making, taken, collect(target, writers))
+    _write_meta(making, taken, collect(target, writers, taken.nbytes))
     sync(making / "meta.json")
     sync(making)
     if is_good(target):

@@ -27,13 +27,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from services.host.files import sync
+from services.policies.training.deadlines import within
 from services.wire.errors import DeadlineError, UsageError
 from weight_bus.manifest.local_part import Ranges, part_of
 
 _PARTS = "parts"
 _POLL_S = 0.02
 WRITE_DEADLINE_S = 3600.0
-"""For the slowest rank's files: hundreds of gigabytes to a slow disk."""
+"""For the slowest rank's files, at the least."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -113,16 +114,18 @@ def hand_in(target: Path, writers: Writers, sizes: Mapping[str, int]) -> None:
     noted.with_suffix(".partial").replace(noted)
 
 
-def collect(target: Path, writers: Writers) -> dict[str, int]:
-    """All ranks' files and their sizes, for rank 0, once each rank has handed them in. Raises DeadlineError, OSError."""
-    making, ends = writers.making(target), time.monotonic() + writers.deadline_s
+def collect(target: Path, writers: Writers, nbytes: int) -> dict[str, int]:
+    """All ranks' files and their sizes, for rank 0, once each rank has handed them in. `nbytes`: of rank 0's own. Raises
+    DeadlineError, OSError."""
+    within_s = within(writers.deadline_s, nbytes * writers.size)
+    making, ends = writers.making(target), time.monotonic() + within_s
     sizes: dict[str, int] = {}
     for rank in range(writers.size):
         noted = making / f"rank-{rank:05d}.json"
         while not noted.exists():
             if time.monotonic() > ends:
                 raise DeadlineError(
-                    f"rank {rank} has not written its part of {target.name} within {writers.deadline_s:g} s",
+                    f"rank {rank} has not written its part of {target.name} within {within_s:g} s",
                     "is checkpoints/ a folder that all ranks see?",
                 )
             time.sleep(_POLL_S)

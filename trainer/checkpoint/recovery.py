@@ -33,6 +33,7 @@ LIVES = 3
 _NO_BYTES = {
     "checkpoint_every",
     "batch_timeout_s",
+    "stop_timeout_s",
     "on_anomaly",
     "deterministic",
     "activation_checkpointing",

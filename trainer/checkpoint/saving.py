@@ -15,6 +15,7 @@ import structlog
 
 from services.config.settings import EvaluationSettings
 from services.host.files import writing
+from services.policies.training.deadlines import within
 from services.wire.rollout_api import Evaluation
 from trainer.checkpoint.attempts import LOG_DEADLINE_S
 from trainer.checkpoint.checkpoint import Snapshot, save, save_part, take, writers_of
@@ -22,8 +23,7 @@ from trainer.checkpoint.evaluated import heed, keep_for_evaluation
 from trainer.io_loop import Background
 from trainer.model.roles import Roles
 
-SAVE_DEADLINE_S = 3600.0
-"""Hundreds of gigabytes to a slow disk."""
+SAVE_LEAST_S = 3600.0
 
 _log = structlog.get_logger()
 Save = Callable[[Path, Snapshot], Path]
@@ -56,6 +56,11 @@ class Saving:
     _heeded: Sequence[Evaluation] = field(default_factory=tuple)
 
     @property
+    def _written_within(self) -> float:
+        """Seconds that a checkpoint may take."""
+        return within(SAVE_LEAST_S, 0 if self._copy is None else self._copy.nbytes)
+
+    @property
     def busy(self) -> bool:
         """Whether a checkpoint is being written."""
         return self._written is not None and not self._written.done()
@@ -75,7 +80,7 @@ class Saving:
         Waits for one that is being written: there is one copy of the state at most.
         """
         if self._written is not None:
-            self.background.result(self._written, "writing the checkpoint before", SAVE_DEADLINE_S)
+            self.background.result(self._written, "writing the checkpoint before", self._written_within)
         self._copy = taken = take(self.folder, self.roles, self.run_id, self.fingerprint, self._copy)
         self._written = written = self.thread.submit(self._write, self.logged(), taken, self._to_be_evaluated)
         self._due = self._to_be_evaluated = False
@@ -87,7 +92,7 @@ class Saving:
         if self._due:
             self.begin()
         if self._written is not None:
-            self.background.result(self._written, "writing the last checkpoint", SAVE_DEADLINE_S)
+            self.background.result(self._written, "writing the last checkpoint", self._written_within)
 
     def _write(self, logged: Future[None], taken: Snapshot, to_be_evaluated: bool) -> Path:
         """Raises what kept the log from being durable."""
@@ -109,7 +114,9 @@ class Saving:
     def heed_last(self, told: Sequence[Evaluation]) -> None:
         """At the run's end, and wait for it: of the checkpoints that were kept for an evaluation the best stays."""
         every = self.evaluation.every
-        self.thread.submit(heed, self.folder, self.evaluations_file, told, every, last=True).result(SAVE_DEADLINE_S)
+        self.thread.submit(heed, self.folder, self.evaluations_file, told, every, last=True).result(
+            self._written_within
+        )
 
     def good_enough(self, told: Sequence[Evaluation]) -> bool:
         """Whether one has found the success that the run is to end with."""

@@ -158,23 +158,25 @@ class Intake:
         *,
         post: Callable[[str], None],
         stopped: Callable[[], bool],
+        now: Callable[[], float] = time.monotonic,
     ) -> list[Group[Trajectory]] | None:
-        """The next batch, or None once `stopped` says so. `post` is told what is waited for, again when that changes.
+        """The next batch, or None once `stopped` says so. `post` is told what is waited for, again when that changes. `now`:
+        seconds, of the deadline.
 
         Raises NoBatchError, saying what was missing, after `deadline_s` seconds.
         """
-        started, posted, posted_at = time.monotonic(), "", -_REPOST_S
+        started, posted, posted_at = now(), "", -_REPOST_S
         with self._changed:
-            self._waiting_since, self._wanted = started, groups
+            self._waiting_since, self._wanted = time.monotonic(), groups
             try:
                 while (batch := self._complete(groups)) is None:
                     if stopped():
                         return None
-                    waited = time.monotonic() - started
+                    waited = now() - started
                     if waited > deadline_s:
                         raise NoBatchError(
                             f"no batch within {deadline_s:g} s: {self._missing(groups)}",
-                            "see the logs of the environment and the rollout servers",
+                            "see the logs of the environment and the rollout servers; trainer.batch_timeout_s gives it longer",
                         )
                     missing = self._missing(groups)
                     if waited > _POST_AFTER_S and waited - posted_at > _REPOST_S and posted != missing:

@@ -31,7 +31,7 @@ from trainer.parallel.start import Started
 from trainer.parallel.watch import Watch
 
 COLLECTIVE_S = 600.0
-"""Deadline of a collective of a step: the slowest rank's share of it."""
+"""Deadline of a collective, at the least: the slowest rank's share of a step."""
 ORDER_S = 7200.0
 """How long a rank waits for the next order of rank 0, which may wait for trajectories, or for engines."""
 MEET_S = 600.0
@@ -166,10 +166,11 @@ def mesh_of_experts(mesh: DeviceMesh, layout: Layout) -> DeviceMesh | None:
 
 
 @contextmanager
-def joined(layout: Layout, started: Started | None = None) -> Iterator[Ranks]:
+def joined(layout: Layout, started: Started | None = None, collective_s: float = COLLECTIVE_S) -> Iterator[Ranks]:
     """This process's place among the ranks; their group is closed at the end, and they are watched until then.
 
-    `started`: the ranks that this process started; None where torchrun, or another, has set its variables. Raises
+    `started`: the ranks that this process started; None where torchrun, or another, has set its variables.
+    `collective_s`: deadline of a collective; one that is gone is found by the watch, long before. Raises
     UsageError where these are not there, or name another number of ranks, and RankError where the others do not come, or
     one is gone.
     """
@@ -192,7 +193,7 @@ def joined(layout: Layout, started: Started | None = None) -> Iterator[Ranks]:
             store=PrefixStore("group", store),
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=COLLECTIVE_S),
+            timeout=timedelta(seconds=collective_s),
         )
     try:
         ranks = Ranks.of_group(layout, device)

@@ -112,9 +112,10 @@ class BusClient:
         """What the bus knows of versions."""
         return await self._call(VersionsView, "GET", "/v1/versions")
 
-    async def verify(self) -> VerifyView:
-        """Have every engine hash what it serves and compare it with the latest published bytes."""
-        return await self._call(VerifyView, "POST", "/v1/verify")
+    async def verify(self, within_s: float | None = None) -> VerifyView:
+        """Have every engine hash what it serves and compare it with the latest published bytes. `within_s`: for the answer,
+        where there is much to hash."""
+        return await self._call(VerifyView, "POST", "/v1/verify", read_s=within_s)
 
     async def _call(
         self,
@@ -123,10 +124,18 @@ class BusClient:
         path: str,
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
+        read_s: float | None = None,
     ) -> _Answer:
-        return answer.model_validate_json(await self._send(method, path, body, headers))
+        return answer.model_validate_json(await self._send(method, path, body, headers, read_s))
 
-    async def _send(self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None) -> bytes:
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: dict[str, str] | None,
+        read_s: float | None = None,
+    ) -> bytes:
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(FAILURES),
             stop=stop_after_delay(self._deadline_s),
@@ -135,16 +144,18 @@ class BusClient:
         )
         headers = (headers or {}) | self._tracing.headers()
         try:
-            content: bytes = await retrying(self._once, method, f"{self._base_url}{path}", body, headers)
+            content: bytes = await retrying(self._once, method, f"{self._base_url}{path}", body, headers, read_s)
         except FAILURES as error:
             raise DeadlineError(
                 f"{method} {self._base_url}{path}: the weight bus did not answer within {self._deadline_s} s ({error!r})"
             ) from error
         return content
 
-    async def _once(self, method: str, url: str, body: bytes | None, headers: dict[str, str]) -> bytes:
+    async def _once(
+        self, method: str, url: str, body: bytes | None, headers: dict[str, str], read_s: float | None
+    ) -> bytes:
         try:
-            return await self._http.send(method, url, body, headers)
+            return await self._http.send(method, url, body, headers, read_s)
         except FAILURES as error:
             if (refused := self._trust.refusal(self._base_url, error)) is not None:
                 raise refused from error

@@ -43,12 +43,24 @@ class Connections:
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
-    async def send(self, method: str, url: str, body: bytes | None, headers: Mapping[str, str] | None) -> bytes:
-        """The body of the answer. Raises one of FAILURES, and the typed error that was answered."""
+    async def send(
+        self,
+        method: str,
+        url: str,
+        body: bytes | None,
+        headers: Mapping[str, str] | None,
+        read_s: float | None = None,
+    ) -> bytes:
+        """The body of the answer. `read_s`: of this call, where its answer takes longer than others'. Raises one of
+        FAILURES, and the typed error that was answered."""
         sent = {**self.headers, **(headers or {})}
         # A large one in parts: in one piece the connection would keep a copy of what it has not sent yet.
         data = body if body is None or len(body) < _LARGE_BODY else BytesIO(body)
-        async with self._opened().request(method, url, data=data, headers=sent, allow_redirects=False) as answer:
+        waiting = self._timeout
+        if read_s is not None:
+            waiting = aiohttp.ClientTimeout(total=None, sock_connect=waiting.sock_connect, sock_read=read_s)
+        call = self._opened().request(method, url, data=data, headers=sent, allow_redirects=False, timeout=waiting)
+        async with call as answer:
             content = await answer.read()
         if not 200 <= answer.status < 300:
             retry_after = answer.headers.get("Retry-After")

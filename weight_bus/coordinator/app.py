@@ -42,7 +42,8 @@ def build_app(
     tracing: Tracing = NO_TRACING,
     state_file: Path | None = None,
 ) -> FastAPI:
-    """The bus of one run. `stage_timeout_s` bounds every call to an engine.
+    """The bus of one run. `stage_timeout_s` bounds every call to an engine, those that move or hash all
+    weights at the least (`services.policies.training.deadlines`).
 
     `keys`: asked for by the routes; with a weights key, manifests must bear its signature. `engine_key`: is shown to
     engines, else the peer key; `trust`: whose certificates they may show. `state_file`: where the newest version's number

@@ -14,14 +14,17 @@ import asyncio
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
+from services.host.aio import telling
 from services.observability.metrics import Metrics
 from services.observability.tracing import NO_TRACE, NO_TRACING, Tracing
 from services.policies.fleet.commit import CommitMachine
 from services.policies.fleet.policy import BARRIER, FleetPolicy
 from services.policies.fleet.update import Ask, Update
+from services.policies.training.deadlines import Pace, within
 from services.wire import weights_api
 from services.wire.errors import ConflictError, NotFoundError, RollmeshError
 from weight_bus.coordinator.engine_client import EngineClient, why_not_prepared
@@ -74,6 +77,8 @@ class Coordinator:
         self._lease_s = lease_s
         self._weights_key = weights_key
         self._machine = CommitMachine(policy=policy)
+        self._pace = Pace()
+        """Of whole stages: all bytes of a version, by the time that an engine took for it."""
         self._engines: dict[str, _Engine] = {}
         self._records: dict[int, Record] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -112,6 +117,16 @@ class Coordinator:
         """The version that every engine should serve, and its digest (empty where the bus never saw its manifest)."""
         goal = self._machine.goal
         return None if goal is None else (goal, self._record(goal).root_digest)
+
+    def hashed_within(self, nbytes: int) -> float:
+        """Seconds that an engine has to read, or to hash, so many bytes of weights."""
+        return within(self._client.timeout_s, nbytes, self._pace.slowest)
+
+    @property
+    def digested_within(self) -> float:
+        """Seconds that an engine has to hash the weights that all should serve."""
+        goal = self._machine.goal
+        return self.hashed_within(0 if goal is None else self._record(goal).nbytes)
 
     @property
     def next_version(self) -> int:
@@ -399,8 +414,15 @@ class Coordinator:
         elif record.payload is None:
             return f"the bus never saw the manifest of version {ask.version}: have its publisher announce it again"
         else:
-            results.staged = staged = await self._client.stage(engine.url, record.payload)
-            results.stage_ms = (time.monotonic() - started) * 1e3
+            within_s = self.hashed_within(record.nbytes)
+            waiting = partial(_log.info, "waiting", waiting_for=f"{ask.engine_id} to stage", at_most_s=round(within_s))
+            staging = self._client.stage(engine.url, record.payload, within_s)
+            results.staged = staged = await telling(staging, lambda passed: waiting(after_s=round(passed)))
+            took_s = time.monotonic() - started
+            results.stage_ms = took_s * 1e3
+            if staged.bytes_read * 2 >= record.nbytes:
+                # Not of a delta, nor of bytes that lay there already.
+                self._pace.note(record.nbytes, took_s)
             self._metrics.staged(results.stage_ms / 1e3, staged.bytes_read)
             return why_not_prepared(staged, ask.version, record.root_digest, engine.ranks)
         return None

@@ -41,7 +41,8 @@ _generate_decoder = msgspec.json.Decoder(_GenerateAnswer)
 
 
 class EngineClient:
-    """Connections to all engines. `timeout_s` bounds each call as a whole; `key` is shown to every engine.
+    """Connections to all engines. `timeout_s` bounds each call as a whole, those that move or hash a model's bytes at the
+    least; `key` is shown to every engine.
 
     `trust`: whose certificates engines may show.
     """
@@ -49,14 +50,14 @@ class EngineClient:
     def __init__(
         self, timeout_s: float, key: str | None = None, trust: Trust = PUBLIC, tracing: Tracing = NO_TRACING
     ) -> None:
-        self._timeout_s, self._trust, self._tracing = timeout_s, trust, tracing
+        self.timeout_s, self._trust, self._tracing = timeout_s, trust, tracing
         # Made once: to make one takes longer than all else of a call.
         self._stage_answer, self._commit_answer = TypeAdapter(StageAnswer), TypeAdapter(CommitAnswer)
         self._digest_answer = TypeAdapter(DigestAnswer)
         self._http = Connections(key, trust)
 
-    async def stage(self, url: str, manifest: bytes) -> StageAnswer:
-        return await self._call(self._stage_answer, "POST", f"{url}/weights/stage", manifest, _MSGPACK)
+    async def stage(self, url: str, manifest: bytes, within_s: float) -> StageAnswer:
+        return await self._call(self._stage_answer, "POST", f"{url}/weights/stage", manifest, _MSGPACK, within_s)
 
     async def commit(self, url: str, version: int) -> CommitAnswer:
         body = CommitCall(version=version).model_dump_json().encode()
@@ -66,8 +67,8 @@ class EngineClient:
         body = RollbackCall(version=version).model_dump_json().encode()
         return await self._call(self._commit_answer, "POST", f"{url}/weights/rollback", body, _JSON)
 
-    async def digest(self, url: str) -> DigestAnswer:
-        return await self._call(self._digest_answer, "GET", f"{url}/weights/digest", None, None)
+    async def digest(self, url: str, within_s: float) -> DigestAnswer:
+        return await self._call(self._digest_answer, "GET", f"{url}/weights/digest", None, None, within_s)
 
     async def generate(self, url: str, prompt: Sequence[int], max_tokens: int) -> list[int]:
         """The tokens that greedy decoding generates after `prompt`."""
@@ -90,21 +91,29 @@ class EngineClient:
         await self._http.close()
 
     async def _call(
-        self, answer: TypeAdapter[_Answer], method: str, url: str, body: bytes | None, headers: dict[str, str] | None
+        self,
+        answer: TypeAdapter[_Answer],
+        method: str,
+        url: str,
+        body: bytes | None,
+        headers: dict[str, str] | None,
+        within_s: float | None = None,
     ) -> _Answer:
-        content = await self._send(method, url, body, headers)
+        content = await self._send(method, url, body, headers, within_s)
         try:
             return answer.validate_json(content)
         except ValidationError as error:
             raise EngineCallError(f"{url} answered something else than {error.title}") from error
 
-    async def _send(self, method: str, url: str, body: bytes | None, headers: dict[str, str] | None) -> bytes:
-        headers = (headers or {}) | self._tracing.headers()
+    async def _send(
+        self, method: str, url: str, body: bytes | None, headers: dict[str, str] | None, within_s: float | None = None
+    ) -> bytes:
+        headers, within_s = (headers or {}) | self._tracing.headers(), within_s or self.timeout_s
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(within_s):
                 return await self._http.send(method, self._trust.address(url), body, headers)
         except TimeoutError as error:
-            raise EngineCallError(f"{url} did not answer within {self._timeout_s} s") from error
+            raise EngineCallError(f"{url} did not answer within {within_s:g} s") from error
         except FAILURES as error:
             if (refused := self._trust.refusal(url, error)) is not None:
                 raise refused from error

@@ -59,7 +59,7 @@ class FleetCalls:
 
     async def _digest(self, engine_id: str, url: str) -> weights_api.EngineDigest:
         try:
-            found = await self._client.digest(url)
+            found = await self._client.digest(url, self._coordinator.digested_within)
         except RollmeshError as error:
             return weights_api.EngineDigest(engine_id=engine_id, version=-1, root_digest="", why=str(error))
         return weights_api.EngineDigest(engine_id=engine_id, version=found.version, root_digest=found.root_digest)

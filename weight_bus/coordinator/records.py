@@ -41,6 +41,11 @@ class Record:
     def root_digest(self) -> str:
         return "" if self.manifest is None else self.manifest.root_digest
 
+    @property
+    def nbytes(self) -> int:
+        """Of the weights as a whole; 0 where the bus never saw the manifest."""
+        return 0 if self.manifest is None else self.manifest.layout.total_bytes
+
     def results_of(self, engine_id: str) -> EngineResults:
         return self.results.setdefault(engine_id, EngineResults())
 

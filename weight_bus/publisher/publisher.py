@@ -91,7 +91,9 @@ class Publisher:
         delta_max_ratio: float = 0.0,
         ranks: Ranks | None = None,
     ) -> None:
-        self._run_id, self._exporter, self._key, self._wait_s, self._ranks = run_id, exporter, key, wait_s, ranks
+        self._run_id, self._exporter, self._key, self._ranks = run_id, exporter, key, ranks
+        self.wait_s = wait_s
+        """How long `publish` waits for an arena."""
         if ranks is not None and ranks.size > 1 and exporter.name not in _RANGE_TRANSPORTS:
             # Engines read all ranks' arenas in turns, bucket by bucket; a broadcast has one order, and a file one owner.
             raise UsageError(
@@ -143,7 +145,7 @@ class Publisher:
         self._check(tensors)
         again = version == newest
         buffer = 1 - self._newest_buffer
-        self._leases.begin(buffer, version, leased=leased and not again, wait_s=self._wait_s)
+        self._leases.begin(buffer, version, leased=leased and not again, wait_s=self.wait_s)
         try:
             self.begun(version)
             self._arenas[buffer].fill(tensors)
@@ -168,7 +170,7 @@ class Publisher:
         """
         self._check(tensors)
         buffer = 1 - self._newest_buffer
-        self._leases.begin(buffer, version, leased=False, wait_s=self._wait_s)
+        self._leases.begin(buffer, version, leased=False, wait_s=self.wait_s)
         try:
             self._arenas[buffer].fill(tensors)
             return self._background.submit(self._draft, version, buffer, final=False).result().root_digest

@@ -30,6 +30,7 @@ from fastapi import Depends, FastAPI, Header, Request, Response
 
 from services.http.app import error_answer
 from services.http.auth import Authorizer
+from services.policies.training.deadlines import within
 from services.security.keys import KEYS_DIR, read_key, read_keys
 from services.security.permissions import NO_KEYS, Keys, is_loopback
 from services.security.tls import TLS_DIR, Tls, read_tls
@@ -150,6 +151,7 @@ async def _end(task: asyncio.Task[None]) -> None:
 
 
 _BYTES_S = 600.0
+"""To attach to all weights, to read or to hash them, at the least; the bus, which asks for it, gives up before."""
 _CALL_S = 60.0
 _Answer = TypeVar("_Answer", Attached, Staged, Committed, Digest)
 
@@ -164,6 +166,7 @@ class PlainEngine:
         self.policy_version = 0
         self.staged_version: int | None = None
         self.ranks = 1
+        self._hashed_within = _BYTES_S
         self._authorizer = Authorizer(NO_KEYS)
         self._core: Any = None
 
@@ -186,7 +189,7 @@ class PlainEngine:
             settings.file_root,
             deadline_s=_BYTES_S,
         )
-        self.ranks = attached.ranks
+        self.ranks, self._hashed_within = attached.ranks, within(_BYTES_S, attached.total_bytes)
         _log.info(
             "takes weights",
             run_id=settings.run_id,
@@ -201,7 +204,7 @@ class PlainEngine:
 
     async def stage(self, manifest: bytes) -> StageAnswer:
         self.staged_version = None
-        staged = (await self._call(Staged, "rollmesh_stage", manifest, deadline_s=_BYTES_S)).result
+        staged = (await self._call(Staged, "rollmesh_stage", manifest, deadline_s=self._hashed_within)).result
         self.staged_version = staged.version
         return staged
 
@@ -212,7 +215,7 @@ class PlainEngine:
         return await self._serve("rollmesh_rollback", version)
 
     async def digest(self) -> DigestAnswer:
-        found = (await self._call(Digest, "rollmesh_digest", deadline_s=_BYTES_S)).result
+        found = (await self._call(Digest, "rollmesh_digest", deadline_s=self._hashed_within)).result
         self.policy_version = found.version
         return found
 

@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 
 from rollout_server.engines.http.wire import EngineChunk, read_answer, read_chunk
+from services.policies.training.deadlines import within
 from services.security.tls import PUBLIC, Trust
 from services.wire import errors
 from services.wire.error_answer import PromptTooLongError, typed_error
@@ -27,8 +28,8 @@ from weight_bus.vllm.protocol import BACKEND
 GENERATE = "/inference/v1/generate"
 _CONNECT_S = 5.0
 _CALL_S = 60.0
-# Pulling a version's buckets, or hashing all weights.
 _BYTES_S = 600.0
+"""To pull a version's buckets, at the least; the bus, which asks for it, gives up before."""
 # vLLM's server closes a connection after five idle seconds: the client must close it first, or reuse may fail.
 _KEEP_ALIVE_S = 3.0
 
@@ -111,8 +112,8 @@ class EngineClient:
     async def resume(self) -> None:
         await self._send("POST", "/resume", _CALL_S)
 
-    async def stage(self, manifest: bytes, run_id: str, transport: str) -> None:
-        """Begin an update anew and give it the manifest; it has pulled all bytes when this returns."""
+    async def stage(self, manifest: bytes, run_id: str, transport: str, nbytes: int) -> None:
+        """Begin an update anew and give it the manifest, of so many bytes; it has pulled them all when this returns."""
         init = {"init_info": {"backend": BACKEND, "run_id": run_id, "transport": transport}}
         await self._send("POST", "/init_weight_transfer_engine", _CALL_S, init)
         try:
@@ -122,7 +123,7 @@ class EngineClient:
             if "already active" not in error.what:
                 raise
         update = {"update_info": {"manifest": base64.b64encode(manifest).decode()}}
-        await self._send("POST", "/update_weights", _BYTES_S, update)
+        await self._send("POST", "/update_weights", within(_BYTES_S, nbytes), update)
 
     async def finish_update(self, version: int) -> None:
         await self._send("POST", "/finish_weight_update", _CALL_S, {"weight_version": str(version)})

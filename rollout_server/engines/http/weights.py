@@ -67,7 +67,7 @@ class Updates:
         async with self._turn:
             started, self._staged = time.monotonic(), None
             try:
-                await self._client.stage(manifest, self._run_id, self._transport)
+                await self._client.stage(manifest, self._run_id, self._transport, decoded.layout.total_bytes)
             except NotReadyError:
                 raise
             except RollmeshError as error:

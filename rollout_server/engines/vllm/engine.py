@@ -32,13 +32,15 @@ from rollout_server.engines.vllm.arguments import Plan
 from rollout_server.engines.vllm.convert import prompt_logprobs, to_delta, vllm_parameters
 from rollout_server.engines.vllm.stats import StepMeter
 from services.config.settings import ShadowPlace
+from services.policies.training.deadlines import within
 from services.wire.errors import ConflictError, DeadlineError, NotReadyError, RollmeshError, UsageError
 from services.wire.sampling import KvPolicy, SamplingParams
 from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
 from weight_bus.vllm.protocol import Attached, Committed, Digest, Staged, ask
 
 _log = structlog.get_logger()
-_STAGE_DEADLINE_S = 600.0
+_BYTES_S = 600.0
+"""To read or to hash all weights, at the least; the bus, which asks for it, gives up before."""
 _ENDS_WITHIN_S = 20.0
 _CALL_DEADLINE_S = 60.0
 _CLOSE_DEADLINE_S = 5.0
@@ -90,6 +92,7 @@ class VllmEngine:
             given=given or {},
         )
         self._start_within_s, self._shadow, self._packed = start_within_s, shadow, packed
+        self._hashed_within = _BYTES_S
         self._run_id = run_id
         self._threads = threads
         self._transport = transport
@@ -143,6 +146,7 @@ class VllmEngine:
         self.max_model_len, self._vocabulary = config.max_model_len, config.get_vocab_size()
         await self._llm.get_supported_tasks()
         attached = await self._attach()
+        self._hashed_within = within(_BYTES_S, attached.total_bytes)
         await self._rehearse()
         _log.info("engine_ready", engine="vllm", model=str(self._plan.model), weight_bytes=attached.total_bytes)
 
@@ -240,7 +244,7 @@ class VllmEngine:
 
     async def stage(self, manifest: bytes) -> StageAnswer:
         self._staged = None
-        staged = (await self._call(Staged, "rollmesh_stage", manifest, deadline_s=_STAGE_DEADLINE_S)).result
+        staged = (await self._call(Staged, "rollmesh_stage", manifest, deadline_s=self._hashed_within)).result
         self._staged = staged.version
         return staged
 
@@ -260,7 +264,7 @@ class VllmEngine:
         return committed.result
 
     async def weights_digest(self) -> str:
-        return (await self._call(Digest, "rollmesh_digest", deadline_s=_STAGE_DEADLINE_S)).result.root_digest
+        return (await self._call(Digest, "rollmesh_digest", deadline_s=self._hashed_within)).result.root_digest
 
     def status(self) -> EngineStatus:
         unfinished = 0 if self._llm is None else self._llm.output_processor.get_num_unfinished_requests()

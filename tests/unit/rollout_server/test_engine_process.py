@@ -39,7 +39,8 @@ def core_of(folder: Path) -> CoreProcess:
             transport="shm",
             seed=0,
             weights_key=KEY,
-        )
+        ),
+        600.0,
     )
 
 

@@ -384,7 +384,7 @@ async def wait_for_engine(takes_s: float, deadline_s: float) -> list[str]:
 
 async def test_a_start_of_ten_minutes_succeeds_and_says_what_it_waits_for() -> None:
     told = await wait_for_engine(600.0, RunSettings().rollout.start_timeout_s)
-    assert told[0] == "rollout-server-0 is not ready after 30 s: starting its engine"
+    assert told[0] == "rollout-server-0 is not ready after 30 s, it has 1800 s: starting its engine"
     assert told[-1].startswith("rollout-server-0 is not ready after 570 s")
     assert len(told) == 19
 

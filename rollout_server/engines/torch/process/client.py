@@ -47,7 +47,6 @@ from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
 _log = structlog.get_logger()
 _Value = TypeVar("_Value")
 
-_START_S = 3600.0
 # Longer than the core's own deadlines, whose errors say more.
 _COMMAND_S = 90.0
 _LONG_S = 3700.0
@@ -58,8 +57,9 @@ _END_S = 5.0
 class CoreProcess:
     """See `rollout_server.engines.torch.engine.Core`; all methods are for one event loop."""
 
-    def __init__(self, settings: CoreSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: CoreSettings, start_within_s: float) -> None:
+        """`start_within_s`: for the model to be loaded."""
+        self._settings, self._start_within_s = settings, start_within_s
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._link: Link[FromCore] | None = None
@@ -108,7 +108,7 @@ class CoreProcess:
         self._socket.setblocking(False)
         loop = asyncio.get_running_loop()
         _, self._link = await loop.create_connection(self._make_link, sock=self._socket)
-        return await self._ask("the engine to load its model", Start(), Loaded, _START_S)
+        return await self._ask("the engine to load its model", Start(), Loaded, self._start_within_s)
 
     def submit(self, request: GenerationRequest) -> None:
         self._open_link().send(Submit(request))
