@@ -56,8 +56,15 @@ class PlainTarget:
 class SmallEngine:
     """Weight routes over a receiver. A stage waits while `go_on` is cleared; `calls` records what was asked, in order."""
 
-    def __init__(self, name: str, receiver: Receiver, journal: list[str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        receiver: Receiver,
+        journal: list[str] | None = None,
+        not_ready: Callable[[], str | None] = lambda: None,
+    ) -> None:
         self.name = name
+        self._not_ready = not_ready
         self.receiver = receiver
         self.calls: list[str] = journal if journal is not None else []
         self.go_on = threading.Event()
@@ -68,7 +75,7 @@ class SmallEngine:
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             yield
 
-        app = make_app("small-engine", "0", lifespan, not_ready=list)
+        app = make_app("small-engine", "0", lifespan, lambda: [why for why in [self._not_ready()] if why is not None])
 
         @app.post("/weights/stage")
         async def stage(request: Request) -> StageAnswer:

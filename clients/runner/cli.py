@@ -57,6 +57,10 @@ def run_environment(
         bool, typer.Option("--evaluate-only", help="Evaluate what is served, write it to evaluation.json, and end")
     ] = False,
     episode_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that an episode may take")] = 600.0,
+    start_timeout: Annotated[
+        float,
+        typer.Option(min=0.001, help="Seconds that the servers may take to start: to load a model, to compile it"),
+    ] = 3600.0,
     retries: Annotated[int, typer.Option(min=0, help="How often a problem is played again whose group was lost")] = 2,
     name: Annotated[
         str | None,
@@ -128,6 +132,7 @@ def run_environment(
         concurrency=concurrency,
         evaluation=Terms(evaluation_problems, evaluation_temperature, evaluation_samples, evaluate_every),
         run_dir=run_dir,
+        start_deadline_s=start_timeout,
         retries=retries,
         name=name,
         api_key=os.environ.get("ROLLMESH_AGENT_KEY") or key,

@@ -63,6 +63,7 @@ _CONCLUDED_POLL_S = 1.0
 _PAUSE_AFTER_LOSS_S = 0.1
 # Where there are several addresses: short, because the pool switches to another; it also waits through long outages.
 _PATIENCE_S = 0.2
+_TELL_EVERY_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class RunnerPlan:
     api_key: str | None = None
     trust: Trust = PUBLIC
     tracing: Tracing = NO_TRACING
-    start_deadline_s: float = 300.0
+    start_deadline_s: float = 3600.0
 
 
 async def run_environment(urls: Sequence[str], plan: RunnerPlan) -> None:
@@ -128,10 +129,23 @@ async def _with_servers(urls: Sequence[str], plan: RunnerPlan, play: _Play) -> N
             )
             for url in urls
         ]
-        _log.info("waiting", waiting_for="rollout servers to start", urls=list(urls))
-        await asyncio.gather(*(client.run_state(patience_s=plan.start_deadline_s) for client in clients))
+        await _until_started(clients, urls, plan.start_deadline_s)
         lease = await stack.enter_async_context(Lease(runner, clients, plan.api_key, plan.trust))
         await lease.while_held(play(clients, plan, runner.runner_id))
+
+
+async def _until_started(clients: Sequence[RolloutClient], urls: Sequence[str], within_s: float) -> None:
+    """Raises what the first server says that has not started `within_s`."""
+    _log.info("waiting", waiting_for="rollout servers to start", urls=list(urls), at_most_s=within_s)
+    starting = asyncio.gather(*(client.run_state(patience_s=within_s) for client in clients))
+    began = time.monotonic()
+    try:
+        while not (await asyncio.wait({starting}, timeout=_TELL_EVERY_S))[0]:
+            passed = round(time.monotonic() - began)
+            _log.info("waiting", waiting_for="rollout servers to start", after_s=passed, at_most_s=within_s)
+        starting.result()
+    finally:
+        starting.cancel()
 
 
 _Play = Callable[[Sequence[RolloutClient], RunnerPlan, str], Coroutine[None, None, None]]

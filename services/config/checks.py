@@ -98,6 +98,13 @@ def _refuse_idle_broadcasts(settings: RunSettings) -> None:
             f"{weights.transport}",
             "leave it out, or set weights.transport=nccl",
         )
+    for section, read_by in (("nixl", ("auto", "nixl")), ("nccl", ("nccl",))):
+        for name, value in changed_fields(getattr(weights, section)).items():
+            if weights.transport not in read_by:
+                raise UsageError(
+                    f"weights.{section}.{name}={value} would have no effect under weights.transport={weights.transport}",
+                    f"leave it out, or set weights.transport={section}",
+                )
 
 
 def _refuse_starvation(settings: RunSettings) -> None:

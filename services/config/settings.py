@@ -23,6 +23,7 @@ from services.config.tasks import CurriculumSettings, TaskList, TaskSettings, Ta
 from services.config.teacher import TeacherSettings
 from services.config.traces import TraceSettings
 from services.config.tracking import TrackingSettings
+from services.config.wire import NcclSettings, NixlSettings
 from services.policies.admission import LOOKAHEAD, AdmissionRules
 from services.policies.training.batch_shape import BatchShape
 from services.policies.training.threads import threads_left
@@ -240,6 +241,8 @@ class WeightSettings(Section):
         description="For transport nccl: the trainer's address that broadcasts are offered at; one that is not loopback "
         "needs a weights key",
     )
+    nixl: NixlSettings = NixlSettings()
+    nccl: NcclSettings = NcclSettings()
     file_root: Path | None = Field(
         default=None, description="Folder of snapshots; the only one that engines read weight files from"
     )

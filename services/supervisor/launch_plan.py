@@ -253,6 +253,8 @@ def environment_command(
         "--temperature": settings.rollout.temperature,
         "--max-tokens": settings.rollout.max_tokens,
         "--episode-timeout": settings.rollout.episode_timeout_s,
+        # They wait for the model folder first.
+        "--start-timeout": settings.model.wait_timeout_s + settings.rollout.start_timeout_s,
         "--concurrency": settings.admission_rules(0).most_open,
         "--evaluation-problems": settings.evaluation.problems,
         "--evaluation-temperature": settings.evaluation.temperature,

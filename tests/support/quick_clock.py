@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to whatever is due next: ten minutes pass in a moment, and deadlines fall due in order."""
+"""An event loop whose clock jumps to whatever is due next: ten minutes pass in a moment, deadlines fall due in order."""
 
 from __future__ import annotations
 

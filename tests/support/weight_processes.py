@@ -58,20 +58,20 @@ def weights_of(version: int) -> dict[str, torch.Tensor]:
 class SlowReader:
     """Another reader, a little later."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, by_s: float = SLOWER_BY_S) -> None:
         self.name = reader.name
-        self._reader = reader
+        self._reader, self._by_s = reader, by_s
 
     def can_read(self, source: Source) -> bool:
         return self._reader.can_read(source)
 
     def read(self, source: Source, offset: int, out: memoryview) -> None:
-        time.sleep(SLOWER_BY_S)
+        time.sleep(self._by_s)
         self._reader.read(source, offset, out)
 
     def read_many(self, source: Source, pieces: Iterable[tuple[int, memoryview]]) -> Iterator[int]:
         for index in self._reader.read_many(source, pieces):
-            time.sleep(SLOWER_BY_S)
+            time.sleep(self._by_s)
             yield index
 
     def close(self) -> None:
@@ -102,11 +102,13 @@ class KnownArenas:
             arena.view[place] ^= 0x10
 
 
-def run_publisher(run_id: str, transport: str, orders: Connection) -> None:
+def run_publisher(
+    run_id: str, transport: str, orders: Connection, host: str = "127.0.0.1", key: str | None = None
+) -> None:
     """Answers `publish VERSION` with the encoded manifest, `flip PLACE` (a bit of it) with nothing."""
     torch.set_num_threads(1)
-    exporter = KnownArenas(make_exporter(transport, run_id))
-    publisher = Publisher(run_id, weights_of(0), "float32", exporter, BUCKET_BYTES, delta_max_ratio=0.25)
+    exporter = KnownArenas(make_exporter(transport, run_id, host=host, key=key))
+    publisher = Publisher(run_id, weights_of(0), "float32", exporter, BUCKET_BYTES, delta_max_ratio=0.25, key=key)
     while True:
         order, _, number = orders.recv_bytes().decode().partition(" ")
         if order == "publish":
@@ -117,19 +119,37 @@ def run_publisher(run_id: str, transport: str, orders: Connection) -> None:
             orders.send_bytes(b"")
 
 
-def run_engine(run_id: str, name: str, port: int, bus_url: str, transport: str) -> None:
-    """An engine that serves `weights_of(0)` to begin with, registered with the bus."""
+def run_engine(
+    run_id: str,
+    name: str,
+    port: int,
+    bus_url: str,
+    transport: str,
+    host: str = "127.0.0.1",
+    key: str | None = None,
+    slower_by_s: float = SLOWER_BY_S,
+) -> None:
+    """An engine that serves `weights_of(0)` to begin with, registered with the bus. `/readyz` says what the bus lacks."""
     torch.set_num_threads(1)
-    asyncio.run(_engine(run_id, name, port, bus_url, transport))
+    asyncio.run(_engine(run_id, name, port, bus_url, transport, host, key, slower_by_s))
 
 
-async def _engine(run_id: str, name: str, port: int, bus_url: str, transport: str) -> None:
-    readers = [SlowReader(reader) for reader in make_readers(transport, READ_DEADLINE_S)]
-    receiver = Receiver(PlainTarget(weights_of(0)), run_id, readers)
+async def _engine(
+    run_id: str,
+    name: str,
+    port: int,
+    bus_url: str,
+    transport: str,
+    host: str,
+    key: str | None,
+    slower_by_s: float,
+) -> None:
+    readers = [SlowReader(reader, slower_by_s) for reader in make_readers(transport, READ_DEADLINE_S)]
+    receiver = Receiver(PlainTarget(weights_of(0)), run_id, readers, key=key)
     bus = BusClient(bus_url, run_id, deadline_s=1.0)
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://{host}:{port}"
     membership = Membership(bus, name, url, lambda: receiver.version, lambda: receiver.staged_version)
-    app = SmallEngine(name, receiver).app()
+    app = SmallEngine(name, receiver, not_ready=membership.not_ready).app()
 
     @app.post("/weights/rollback")
     async def rollback(call: RollbackCall) -> CommitAnswer:
@@ -139,15 +159,17 @@ async def _engine(run_id: str, name: str, port: int, bus_url: str, transport: st
     server = make_server(app, Stop())
     beating = asyncio.create_task(membership.run())
     try:
-        await server.serve([open_port("127.0.0.1", port)])
+        await server.serve([open_port(host, port, lacking=())])
     finally:
         beating.cancel()
 
 
-def run_bus(run_id: str, port: int, policy: FleetPolicy) -> None:
+def run_bus(
+    run_id: str, port: int, policy: FleetPolicy, host: str = "127.0.0.1", stage_timeout_s: float = STAGE_TIMEOUT_S
+) -> None:
     stop = Stop()
-    app = build_app(run_id, STAGE_TIMEOUT_S, lease_s=LEASE_S, policy=policy, stop=stop)
-    make_server(app, stop).run([open_port("127.0.0.1", port)])
+    app = build_app(run_id, stage_timeout_s, lease_s=LEASE_S, policy=policy, stop=stop)
+    make_server(app, stop).run([open_port(host, port, lacking=())])
 
 
 def end(process: ForkServerProcess) -> None:

@@ -160,8 +160,8 @@ class Intake:
         stopped: Callable[[], bool],
         now: Callable[[], float] = time.monotonic,
     ) -> list[Group[Trajectory]] | None:
-        """The next batch, or None once `stopped` says so. `post` is told what is waited for, again when that changes. `now`:
-        seconds, of the deadline.
+        """The next batch, or None once `stopped` says so. `post` is told what is waited for, again when that changes.
+        `now`: seconds, of the deadline.
 
         Raises NoBatchError, saying what was missing, after `deadline_s` seconds.
         """
@@ -176,7 +176,8 @@ class Intake:
                     if waited > deadline_s:
                         raise NoBatchError(
                             f"no batch within {deadline_s:g} s: {self._missing(groups)}",
-                            "see the logs of the environment and the rollout servers; trainer.batch_timeout_s gives it longer",
+                            "see the logs of the environment and the rollout servers; trainer.batch_timeout_s gives it "
+                            "longer",
                         )
                     missing = self._missing(groups)
                     if waited > _POST_AFTER_S and waited - posted_at > _REPOST_S and posted != missing:

@@ -19,6 +19,7 @@ from weight_bus.errors import TransportError
 from weight_bus.manifest.manifest import Manifest, NixlSource, Source
 from weight_bus.memory.arena import Arena, address_of, private_arena
 from weight_bus.transports.base import check_range
+from weight_bus.transports.environment import NIXL_BACKEND
 
 # Measured on one host: five times as fast as the default list; without tcp it cannot connect.
 UCX_TRANSPORTS = "tcp,cma,posix,sysv,self"
@@ -231,7 +232,11 @@ class NixlReader:
         inflight.release()
 
     def _lost(self, source: NixlSource, inflight: _InflightRead, what: str) -> TransportError:
-        return TransportError(f"READ of {inflight.nbytes} bytes from {source.agent} {what}", "is the publisher gone?")
+        return TransportError(
+            f"READ of {inflight.nbytes} bytes from {source.agent} {what}",
+            "is the publisher gone, or at an address that this machine cannot reach, such as its loopback? "
+            "weights.nixl.devices names the network devices that both use",
+        )
 
 
 @dataclass
@@ -282,10 +287,12 @@ def make_agent(role: str) -> Any:
 
     name = f"rollmesh-{role}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     try:
-        agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+        backend = os.environ.get(NIXL_BACKEND, "UCX")
+        agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[backend]))
     except Exception as error:
         raise TransportError(
-            f"NIXL could not start ({error})", f"try UCX_TLS={UCX_TRANSPORTS} or set weights.transport=shm"
+            f"NIXL could not start ({error})",
+            f"see weights.nixl: try weights.nixl.transports={UCX_TRANSPORTS.split(',')}, or weights.transport=shm",
         ) from error
     return agent
 

@@ -23,6 +23,7 @@ from torch import distributed
 
 from services.security.permissions import is_loopback
 from weight_bus.errors import TransportError
+from weight_bus.transports.environment import GLOO_INTERFACE, ports_of
 
 # Torch's type stubs lack the classes made in C++.
 _c10d: Any = distributed
@@ -64,7 +65,7 @@ def open_store(host: str, timeout_s: float) -> tuple[Store, int]:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         # torch would listen on every address of the machine: it is given a socket that does not.
-        listener.bind((host, 0))
+        _bind(listener, host, ports_of())
         listener.listen(1024)
         port = int(listener.getsockname()[1])
         store: Store = _c10d.TCPStore(
@@ -78,9 +79,21 @@ def open_store(host: str, timeout_s: float) -> tuple[Store, int]:
     except (OSError, RuntimeError) as error:
         listener.close()
         raise TransportError(
-            f"no broadcast store could be opened on {host} ({error})", "give a free address"
+            f"no broadcast store could be opened on {host} ({error})",
+            "set weights.broadcast_host to an address of this machine, and weights.nccl.ports to ports that are free",
         ) from error
     return store, port
+
+
+def _bind(listener: socket.socket, host: str, ports: range) -> None:
+    """To the first of `ports` that is free. Raises OSError."""
+    for port in ports:
+        try:
+            listener.bind((host, port))
+            return
+        except OSError:
+            if port == ports[-1]:
+                raise
 
 
 def reach_store(host: str, port: int, timeout_s: float) -> Store:
@@ -113,7 +126,10 @@ def make_group(backend: str, store: Store, epoch: int, rank: int, size: int, pee
     gloo = _c10d.ProcessGroupGloo
     made = gloo._Options()
     made._timeout = timedelta(seconds=stall_s)
-    made._devices = [gloo.create_device(hostname=local_address(peer))]
+    interface = os.environ.get(GLOO_INTERFACE)
+    made._devices = [
+        gloo.create_device(interface=interface) if interface else gloo.create_device(hostname=local_address(peer))
+    ]
     made._threads = IN_FLIGHT
     return gloo(place, rank, size, made)
 
