@@ -72,6 +72,7 @@ def rollout_server(
     from services.http.startup import read_context
     from services.security.keys import read_key
     from services.security.tls import read_trust
+    from weight_bus.transports.environment import set_wire
 
     if engine is not None:
         _chosen(engine, url, engine_key_file)
@@ -88,6 +89,7 @@ def rollout_server(
     name = _chosen(engine or choose_engine(settings.engine), url, engine_key_file)
     # Before anything slow.
     check_engine(settings, name)
+    set_wire(settings.weights)
     check_arguments(settings.rollout.vllm.arguments())
     bus_key = keys.peer if bus_key_file is None else read_key(bus_key_file)
     engine_key = None if engine_key_file is None else read_key(engine_key_file)
@@ -171,6 +173,7 @@ def vllm_serve(
     from services.host.engine_choice import choose_engine
     from services.host.run_folder import is_complete
     from services.host.vllm_arguments import check_arguments
+    from weight_bus.transports.environment import set_wire
 
     settings = load_settings(config, [])
     choose_engine("vllm")
@@ -190,13 +193,15 @@ def vllm_serve(
         bus_url=bus_url,
         more=context.args,
     )
+    wire: dict[str, str] = {} if show else dict(os.environ)
+    set_wire(settings.weights, wire)
     if show:
-        for variable, value in served.environ.items():
+        for variable, value in {**wire, **served.environ}.items():
             typer.echo(f"{variable}={shlex.quote(value)} \\")
         typer.echo(shlex.join(served.command))
         return
     # In this process's place: signals and the exit code are vLLM's own.
-    os.execve(served.command[0], list(served.command), {**DEFAULTS, **os.environ, **served.environ})
+    os.execve(served.command[0], list(served.command), {**DEFAULTS, **wire, **served.environ})
 
 
 def _seed_of(seed: int, name: str) -> int:

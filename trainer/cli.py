@@ -56,6 +56,7 @@ def train(
     from services.http.startup import read_context
     from services.security.keys import read_key
     from trainer.algorithms.describe import describe
+    from weight_bus.transports.environment import set_wire
 
     context = read_context(
         "trainer",
@@ -67,6 +68,8 @@ def train(
         tls_dir=tls_dir,
     )
     describe(context.settings.trainer)
+    # Before other ranks are started, which inherit it.
+    set_wire(context.settings.weights)
     started = _started(context.settings)
 
     bus_key = context.keys.peer if bus_key_file is None else read_key(bus_key_file)

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import structlog
 
+from services.host.aio import TELL_EVERY_S
 from services.observability.tracing import NO_TRACING, Tracing
 from services.policies.training.deadlines import Pace, settled_within, within
 from services.policies.versions import Announced
@@ -212,12 +213,16 @@ class WeightUpdates:
 
     async def _until_committed(self, manifest: Manifest, deadline_s: float) -> None:
         """Announce until committed: an update without any engine fails at once, and engines may still be loading."""
-        ends = time.monotonic() + deadline_s
+        ends, told_at = time.monotonic() + deadline_s, 0.0
         while True:
             view = await self._settled(manifest, max(_RETRY_S, min(self._settle_s, ends - time.monotonic())))
             if view.state == "committed":
                 self._note(view)
                 return
+            if time.monotonic() - told_at > TELL_EVERY_S:
+                told_at = time.monotonic()
+                waiting = f"engines to serve version {manifest.version}"
+                _log.info("waiting", waiting_for=waiting, why=_whys(view), left_s=round(ends - told_at))
             if time.monotonic() > ends:
                 raise WeightsError(
                     f"no engine serves version {manifest.version} after {deadline_s:g} s ({_whys(view)})",

@@ -196,20 +196,21 @@ async def test_two_engines_are_updated_across_a_link_that_is_cut_and_healed(
     async with mesh_of(run_id, over) as mesh:
         first = await mesh.publish(1)
         await mesh.catch_up(first)
-        second = await mesh.publish(2)
-        announcing = asyncio.create_task(mesh.announce(second, wait_s=0.1))
-        await until(lambda: mesh.staging(2), WITHIN_S)
+        # All numbers of every third version are new: no delta, which would be there in a moment.
+        third = await mesh.publish(3)
+        announcing = asyncio.create_task(mesh.announce(third, wait_s=0.0))
+        await until(lambda: mesh.staging(3), WITHIN_S)
         mesh.hosts.cut()
         await announcing
-        lost = await mesh.update_of(2)
+        lost = await mesh.update_of(3)
         assert lost.state == "failed"
         assert await mesh.served() == {(1, first.root_digest)}
         await until(lambda: _all_say(mesh, "not registered with the weight bus, which"), WITHIN_S)
         mesh.hosts.heal()
         await until(mesh.registered, WITHIN_S)
-        await mesh.catch_up(second)
+        await mesh.catch_up(third)
         # And on: nothing of the cut is left behind.
-        await mesh.catch_up(await mesh.publish(3))
+        await mesh.catch_up(await mesh.publish(4))
 
 
 async def _all_say(mesh: Mesh, words: str) -> bool:

@@ -20,7 +20,8 @@ from typing import Literal, TypeVar
 
 T = TypeVar("T")
 Side = Literal["trainer", "engines"]
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
+_MS_REC, _MS_SLAVE, _MNT_DETACH = 1 << 14, 1 << 19, 2
 
 
 def why_not() -> str | None:
@@ -110,10 +111,29 @@ def enter(namespace: Path) -> None:
 
 
 def enter_and_run(namespace: Path, environment: dict[str, str], main: Callable[..., None], *arguments: object) -> None:
-    """The main function of a process on that host, with these environment variables."""
+    """The main function of a process on that host, with these environment variables.
+
+    It has a /sys of its own: UCX reads there which network devices there are.
+    """
     enter(namespace)
+    _see_its_devices()
     os.environ.update(environment)
     main(*arguments)
+
+
+def _see_its_devices() -> None:
+    """As `ip netns exec` does. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    asked = [
+        lambda: libc.unshare(_CLONE_NEWNS),
+        lambda: libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None),
+        lambda: libc.umount2(b"/sys", _MNT_DETACH),
+        lambda: libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None),
+    ]
+    for call in asked:
+        if call():
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
 
 
 async def _await(work: Callable[[], Awaitable[T]]) -> T:

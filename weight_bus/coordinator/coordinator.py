@@ -405,7 +405,8 @@ class Coordinator:
 
     async def _ask(self, ask: Ask, engine: _Engine, record: Record) -> str | None:
         """Carry an ask out; why it failed where the engine did not say so itself."""
-        results, started = record.results_of(ask.engine_id), time.monotonic()
+        now = asyncio.get_running_loop().time
+        results, started = record.results_of(ask.engine_id), now()
         if ask.phase == "commit":
             results.committed = await self._client.commit(engine.url, ask.version)
             self._metrics.flipped(results.committed.flip_ms / 1e3)
@@ -418,7 +419,7 @@ class Coordinator:
             waiting = partial(_log.info, "waiting", waiting_for=f"{ask.engine_id} to stage", at_most_s=round(within_s))
             staging = self._client.stage(engine.url, record.payload, within_s)
             results.staged = staged = await telling(staging, lambda passed: waiting(after_s=round(passed)))
-            took_s = time.monotonic() - started
+            took_s = now() - started
             results.stage_ms = took_s * 1e3
             if staged.bytes_read * 2 >= record.nbytes:
                 # Not of a delta, nor of bytes that lay there already.

@@ -31,6 +31,10 @@ _POLL_S = 50e-6
 _KNOWN_AGENTS = 256
 """One for each publishing rank, read in turns; those of publishers that are gone go first."""
 _KNOWN_BUFFERS = 4096
+_UNREACHED = (
+    "is the publisher gone, or at an address that this machine cannot reach, such as its own loopback? "
+    "weights.nixl.devices names the network devices that both use, weights.nixl.transports how"
+)
 _NOTHING = memoryview(b"")
 _SERVE_EVERY_S = 0.004
 # Enough to keep a network busy while a piece is hashed. Within a host UCX copies as it posts: one would do as well.
@@ -164,7 +168,7 @@ class NixlReader:
         try:
             named = self._agent.add_remote_agent(source.metadata)
         except Exception as error:
-            raise TransportError(f"NIXL does not know the agent {source.agent} ({error})") from error
+            raise TransportError(f"NIXL cannot reach the agent {source.agent} ({error})", _UNREACHED) from error
         if named.decode() != source.agent:
             self._agent.remove_remote_agent(named.decode())
             raise TransportError(f"a source of {source.agent} came with the metadata of {named.decode()}")
@@ -234,8 +238,7 @@ class NixlReader:
     def _lost(self, source: NixlSource, inflight: _InflightRead, what: str) -> TransportError:
         return TransportError(
             f"READ of {inflight.nbytes} bytes from {source.agent} {what}",
-            "is the publisher gone, or at an address that this machine cannot reach, such as its loopback? "
-            "weights.nixl.devices names the network devices that both use",
+            _UNREACHED,
         )
 
 
@@ -271,8 +274,12 @@ def _release(inflight_reads: deque[_InflightRead]) -> None:
 
 def ucx_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that UCX reads when it is loaded, where the user has set no others."""
-    wanted = {"UCX_TLS": UCX_TRANSPORTS, "UCX_CMA_SEG_SIZE": UCX_SEGMENT}
-    if _PIN_NOTHING.issuperset(environment.get("UCX_TLS", UCX_TRANSPORTS).split(",")):
+    transports = environment.get("UCX_TLS", UCX_TRANSPORTS).split(",")
+    wanted = {"UCX_TLS": UCX_TRANSPORTS}
+    if not _PIN_NOTHING.issuperset(transports) or "cma" in transports:
+        # UCX warns of variables that nothing reads.
+        wanted["UCX_CMA_SEG_SIZE"] = UCX_SEGMENT
+    if _PIN_NOTHING.issuperset(transports):
         # UCX rewrites the C library's memory calls, with 0.4 s of busy waiting, to notice when memory is unmapped that a
         # network card has pinned. These transports pin none.
         wanted["UCX_MEM_MMAP_HOOK_MODE"] = "none"

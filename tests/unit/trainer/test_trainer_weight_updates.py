@@ -9,8 +9,10 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+import structlog
 
-from services.wire.weights_api import UpdateView
+from services.wire.weights_api import EngineProgress, UpdateView
+from tests.support.quick_clock import quickly
 from tests.support.until import until
 from trainer.io_loop import Background
 from trainer.weights import WeightUpdates, _result_of
@@ -56,6 +58,8 @@ class PretendPublisher:
 
     def publish(self, version: int, tensors: Any, *, leased: bool = False) -> Made:
         self.made.append(Made(version, quick=self._quick))
+        if not leased and self._quick:
+            self.made[-1].make()
         return self.made[-1]
 
     def release(self, version: int) -> None:
@@ -85,7 +89,7 @@ def background() -> Iterator[Background]:
 
 
 def updates_of(publisher: PretendPublisher, bus: PretendBus, background: Background) -> WeightUpdates:
-    return WeightUpdates(publisher, bus, background, settle_s=10.0, write_down=lambda *_: done())  # type: ignore[arg-type]
+    return WeightUpdates(publisher, bus, background, stage_s=10.0, write_down=lambda *_: done())  # type: ignore[arg-type]
 
 
 def done() -> Future[None]:
@@ -151,3 +155,51 @@ async def test_what_is_not_there_yet_is_waited_for_and_what_was_given_up_is_canc
 
 def test_threads_of_a_trainer_take_turns(background: Background) -> None:
     assert sys.getswitchinterval() <= 0.001
+
+
+class SlowFleet(PretendBus):
+    """No engine serves before so many seconds have passed on its loop; until then each announcement fails."""
+
+    def __init__(self, after_s: float) -> None:
+        super().__init__()
+        self.after_s = after_s
+
+    async def announce(self, manifest: Manifest, *, wait_s: float = 0.0) -> UpdateView:
+        view = await super().announce(manifest, wait_s=wait_s)
+        if asyncio.get_running_loop().time() >= self.after_s:
+            return view
+        return view.model_copy(update={"state": "failed", "engines": []})
+
+
+class QuickBackground:
+    """Does the work at once, on a loop whose clock jumps. `given_s`: the deadline it was called with."""
+
+    given_s = took_s = 0.0
+
+    def call(self, work: Any, name: str, deadline_s: float) -> Any:
+        self.given_s = deadline_s
+        result, self.took_s = quickly(lambda: work)
+        return result
+
+
+def test_engines_that_start_for_ten_minutes_are_waited_for_with_the_first_version() -> None:
+    fleet, background = SlowFleet(600.0), QuickBackground()
+    updates = updates_of(PretendPublisher(1000, quick=True), fleet, background)  # type: ignore[arg-type]
+    with structlog.testing.capture_logs() as logged:
+        updates.publish_first(0, {}, 1800.0)
+    assert 600.0 <= background.took_s < 601.0 < background.given_s
+    assert updates.newest_state == (0, "committed")
+    waiting = [line for line in logged if line["event"] == "waiting"]
+    assert waiting[0]["waiting_for"] == "engines to serve version 0"
+    assert waiting[0]["why"] == "no engine"
+
+
+def test_the_bus_has_as_long_for_a_version_as_its_bytes_take_and_longer_where_they_were_slow(
+    background: Background,
+) -> None:
+    updates = updates_of(PretendPublisher(100 * 10**9, quick=True), PretendBus(), background)
+    assert updates._settle_s == 4 * 1000.0 + 5.0
+    assert updates.verified_within == 2 * 1000.0
+    slow = EngineProgress(engine_id="e", state="committed", bytes_read=100 * 10**9, stage_ms=900_000.0)
+    updates._note(UpdateView(version=1, state="committed", root_digest="d", engines=[slow]))
+    assert updates._settle_s == 4 * 3600.0 + 5.0

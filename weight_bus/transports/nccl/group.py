@@ -24,6 +24,7 @@ from torch import distributed
 from services.security.permissions import is_loopback
 from weight_bus.errors import TransportError
 from weight_bus.transports.environment import GLOO_INTERFACE, ports_of
+from weight_bus.transports.nccl.bounded_store import BoundedStore
 
 # Torch's type stubs lack the classes made in C++.
 _c10d: Any = distributed
@@ -97,11 +98,14 @@ def _bind(listener: socket.socket, host: str, ports: range) -> None:
 
 
 def reach_store(host: str, port: int, timeout_s: float) -> Store:
-    """The store of a publisher. Raises TransportError when nobody answers within `timeout_s`."""
+    """The store of a publisher, which has so long for each call. Raises TransportError when nobody answers within
+    `timeout_s`."""
     try:
         # torch tries again, loudly and until its deadline, where nobody listens: ask once before.
         socket.create_connection((host, port), timeout_s).close()
-        store: Store = _c10d.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        store = BoundedStore(
+            _c10d.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s)), timeout_s
+        )
     except (OSError, RuntimeError) as error:
         remedy = "is the publisher gone?"
         if is_loopback(host):
@@ -118,7 +122,8 @@ def make_group(backend: str, store: Store, epoch: int, rank: int, size: int, pee
 
     `peer`: an address that the group's traffic goes to; it decides which of this machine's addresses is used.
     """
-    place = _c10d.PrefixStore(f"{epoch}/group", store)
+    plain = store.plain if isinstance(store, BoundedStore) else store
+    place = _c10d.PrefixStore(f"{epoch}/group", plain)
     if backend == NCCL:
         options = _c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=stall_s)

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
+from services.policies.training.deadlines import within
 from services.wire.errors import UNDECODABLE
 from weight_bus.errors import TransportError
 from weight_bus.manifest.manifest import CollectiveSource, Source
@@ -28,7 +29,8 @@ _MAX_CHUNK = 1 << 30
 
 
 class CollectiveReader:
-    """`deadline_s` bounds each read, broken epochs and the wait for the next one included."""
+    """`deadline_s` bounds each read, broken epochs and the wait for the next one included, at the least: an epoch under way
+    may have all bytes to send first (`services.policies.training.deadlines`)."""
 
     name = "collective"
 
@@ -46,7 +48,8 @@ class CollectiveReader:
         if not isinstance(source, CollectiveSource):
             raise TransportError(f"the collective reader cannot read a {type(source).__name__}")
         check_range(source.length, offset, len(out))
-        deadline = time.monotonic() + self._deadline_s
+        within_s = within(self._deadline_s, source.length)
+        deadline = time.monotonic() + within_s
         done = 0
         while done < len(out):
             try:
@@ -58,7 +61,7 @@ class CollectiveReader:
                 if time.monotonic() >= deadline:
                     raise TransportError(
                         f"a broadcast from {source.host}:{source.port} gave {done} of {len(out)} bytes within "
-                        f"{self._deadline_s} s ({error})",
+                        f"{within_s:g} s ({error})",
                         "is another engine stalled, or the publisher gone?",
                     ) from error
 
