@@ -24,7 +24,7 @@ from services.observability.logging import configure_logging, logs_json
 from services.wire.errors import RollmeshError
 
 _RUN_OPTION = "--run-id"
-HEAVY = ("torch", "transformers", "vllm", "nixl_cu12")
+HEAVY = ("torch", "transformers", "vllm", "nixl_cu12", "nixl_cu13")
 
 
 @dataclass(frozen=True)

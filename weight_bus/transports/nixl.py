@@ -13,6 +13,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from weight_bus.errors import TransportError
@@ -20,6 +21,7 @@ from weight_bus.manifest.manifest import Manifest, NixlSource, Source
 from weight_bus.memory.arena import Arena, address_of, private_arena
 from weight_bus.transports.base import check_range
 from weight_bus.transports.environment import NIXL_BACKEND
+from weight_bus.transports.nixl_wheel import nixl_module
 
 # Measured on one host: five times as fast as the default list; without tcp it cannot connect.
 UCX_TRANSPORTS = "tcp,cma,posix,sysv,self"
@@ -290,12 +292,11 @@ def make_agent(role: str) -> Any:
     """A NIXL agent on UCX whose name no other process has. Raises TransportError when UCX cannot start."""
     os.environ.update(ucx_settings(os.environ))
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-    from nixl_cu12._api import nixl_agent, nixl_agent_config
-
+    api = import_module(f"{nixl_module()}._api")
     name = f"rollmesh-{role}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     try:
         backend = os.environ.get(NIXL_BACKEND, "UCX")
-        agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[backend]))
+        agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[backend]))
     except Exception as error:
         raise TransportError(
             f"NIXL could not start ({error})",

@@ -6,13 +6,13 @@ nccl   broadcast, gloo without a GPU     file   safetensors snapshots
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 from services.security.permissions import is_loopback, is_unspecified
 from services.wire.errors import UsageError
 from weight_bus.transports.base import Exporter, Reader
 from weight_bus.transports.file import FileExporter, FileReader
+from weight_bus.transports.nixl_wheel import cuda_of_torch, nixl_module, package_for
 from weight_bus.transports.shm import ShmExporter, ShmReader
 
 _KNOWN = ("nixl", "shm", "nccl", "file")
@@ -20,7 +20,7 @@ _KNOWN = ("nixl", "shm", "nccl", "file")
 
 def nixl_installed() -> bool:
     """Whether NIXL can be imported, without importing it."""
-    return find_spec("nixl_cu12") is not None
+    return nixl_module() is not None
 
 
 def resolve(name: str) -> str:
@@ -30,7 +30,7 @@ def resolve(name: str) -> str:
     if name == "nixl" and not nixl_installed():
         raise UsageError(
             "the nixl transport is not installed",
-            "pip install 'nixl-cu12>=1.5,<2' (Linux) or set weights.transport=shm",
+            f"pip install '{package_for(cuda_of_torch())}' (Linux) or set weights.transport=shm",
         )
     if name not in _KNOWN:
         raise UsageError(f"no weight transport {name!r}", f"known: auto, {', '.join(_KNOWN)}")

@@ -223,7 +223,7 @@ def test_a_reader_leaves_sources_of_another_kind_or_host_alone() -> None:
 
 
 def test_asking_for_nixl_where_it_is_missing_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "find_spec", lambda _: None)
+    monkeypatch.setattr(select, "nixl_module", lambda: None)
     assert select.resolve("auto") == "shm"
     with pytest.raises(UsageError, match="pip install 'nixl-cu12"):
         select.resolve("nixl")

@@ -82,4 +82,4 @@ def test_a_stage_of_ten_minutes_is_in_time_for_a_large_version_and_told_of() -> 
 def test_a_small_version_has_the_time_that_is_set() -> None:
     view, _ = updated(600.0, 1 * GB)
     assert view.state == "failed"
-    assert "http://e did not answer within 30 s" in (view.engines[0].why or "")
+    assert "http://e/weights/stage did not answer within 30 s" in (view.engines[0].why or "")
