@@ -70,9 +70,11 @@ class Bench:
             self.audit_every_s,
         )
 
-    async def take(self, groups: int, deadline_s: float = 5.0) -> list[Group[Trajectory]] | None:
+    async def take(
+        self, groups: int, deadline_s: float = 5.0, now: Callable[[], float] = time.monotonic
+    ) -> list[Group[Trajectory]] | None:
         return await asyncio.to_thread(
-            self.intake.take, groups, deadline_s, post=self.posted.append, stopped=lambda: False
+            self.intake.take, groups, deadline_s, post=self.posted.append, stopped=lambda: False, now=now
         )
 
     async def stop(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import chain, repeat
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from redis.exceptions import OutOfMemoryError, RedisError
 
 from services.policies.batching import Drop, DropCause, GroupFilter
 from services.policies.length_stats import Lengths
+from services.policies.training.deadlines import batch_within
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Ledger
 from services.run_store.stream import DeadLetters, TrajectoryReader
@@ -228,6 +230,26 @@ async def test_lengths_of_what_was_sampled_are_counted_once(make_bench: Callable
     lengths = await bench.ledger.lengths()
     sampled = [one.sampled_tokens() for one in published] + [1000]
     assert lengths == Lengths.of(Counter(sampled))
+
+
+async def test_a_batch_of_ten_minutes_is_waited_for_where_earlier_ones_took_long_too(
+    make_bench: Callable[..., Bench],
+) -> None:
+    """By a clock that jumps: ten minutes have passed as soon as the wait begins."""
+    bench = make_bench()
+
+    def ten_minutes_later() -> Callable[[], float]:
+        times = chain([0.0], repeat(600.0))
+        return lambda: next(times)
+
+    with pytest.raises(NoBatchError, match=r"no batch within 120 s.*trainer.batch_timeout_s gives it longer"):
+        await bench.take(1, batch_within(120.0, 20.0), ten_minutes_later())
+    taking = asyncio.create_task(bench.take(1, batch_within(120.0, 200.0), ten_minutes_later()))
+    await eventually(lambda: bool(bench.posted))
+    assert "groups 0/1 ready" in bench.posted[0]
+    await bench.writer.publish(answers(bench, "late", 4))
+    batch = await taking
+    assert batch is not None and [group.group for group in batch] == ["late"]
 
 
 async def test_a_wait_says_what_is_missing_and_ends_at_its_deadline(make_bench: Callable[..., Bench]) -> None:
