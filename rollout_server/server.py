@@ -233,7 +233,7 @@ class RolloutServer:
         # `start` before anything that might start a thread: vLLM forks.
         await telling(
             self._engine.start(),
-            lambda passed: _log.info("waiting", waiting_for="its engine", after_s=passed, at_most_s=at_most_s),
+            lambda passed: _log.info("waiting", waiting_for="its engine", after_s=round(passed), at_most_s=at_most_s),
         )
         renderer = Renderer.from_folder(plan.model, lambda: self._engine.max_model_len)
         self._phase = "waiting for Redis"

@@ -47,26 +47,26 @@ async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
         raise cancelled
 
 
-async def telling(
-    work: Awaitable[T],
-    tell: Callable[[float], None],
-    every_s: float = TELL_EVERY_S,
-    pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> T:
+async def telling(work: Awaitable[T], tell: Callable[[float], None], every_s: float = TELL_EVERY_S) -> T:
     """The result of `work`; meanwhile `tell` is called every `every_s` seconds, with how many have passed."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    timer: asyncio.TimerHandle
 
-    async def talk() -> None:
-        passed = 0.0
-        while True:
-            await pause(every_s)
-            passed += every_s
-            tell(passed)
+    def set_timer() -> None:
+        nonlocal timer
+        # Not a task: a stage of a small version takes a fraction of a millisecond.
+        timer = loop.call_later(every_s, talk)
 
-    talking = asyncio.create_task(talk())
+    def talk() -> None:
+        set_timer()
+        tell(loop.time() - began)
+
+    set_timer()
     try:
         return await work
     finally:
-        talking.cancel()
+        timer.cancel()
 
 
 class NamedLocks:

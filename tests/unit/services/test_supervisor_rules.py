@@ -120,6 +120,7 @@ def test_every_process_belongs_to_the_run_and_to_the_same_services() -> None:
     assert [flag(spec.command, "--server-id") for spec in launch.servers] == ["s0", "s1"]
     assert [spec.environment["OMP_NUM_THREADS"] for spec in launch.servers] == ["2", "2"]
     assert flag(launch.environment.command, "--concurrency") == str((3 + 1) * 4)
+    assert flag(launch.environment.command, "--start-timeout") == str(3600.0 + 1800.0)
     assert launch.server_urls == ("http://127.0.0.1:9100", "http://127.0.0.1:9101")
     assert [spec.role for spec in (launch.trainer, launch.environment, launch.bus)] == ["job", "job", "service"]
 
@@ -387,6 +388,28 @@ async def test_a_start_of_ten_minutes_succeeds_and_says_what_it_waits_for() -> N
     assert told[0] == "rollout-server-0 is not ready after 30 s, it has 1800 s: starting its engine"
     assert told[-1].startswith("rollout-server-0 is not ready after 570 s")
     assert len(told) == 19
+
+
+async def test_a_servers_time_counts_from_when_there_is_a_model() -> None:
+    """A warm start of half an hour, then a start of ten minutes, of fifteen that it may take."""
+    clock, told = Minutes(), list[str]()
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        if clock.passed < 2400.0:
+            return httpx.Response(503, json={"not_ready": ["starting its engine"]})
+        return httpx.Response(200)
+
+    ticking = Clock(clock.now, clock.pause)
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        for begun in (lambda: clock.passed >= 1800.0, lambda: True):
+            clock.passed = 0.0
+            waiting = wait_for_http("rollout-server-0", "http://e", 900.0, http, told.append, ticking, begun=begun)
+            if begun():
+                with pytest.raises(ServiceFailedError, match="not ready after 900 s"):
+                    await waiting
+            else:
+                await waiting
+                assert clock.passed >= 2400.0
 
 
 async def test_a_start_beyond_its_time_ends_the_run_and_names_what_is_missing_and_the_setting() -> None:
