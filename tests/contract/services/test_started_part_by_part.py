@@ -118,6 +118,20 @@ def test_a_rollout_server_starts_the_engine_of_its_file(tmp_path: Path, redis_ur
     assert "rollout.vllm.max_modle_len is not read by engine torch" in of_flag.err
 
 
+@pytest.mark.parametrize(
+    "words", [["rollout-server", "--port", "1"], ["train", "--bus-url", "http://127.0.0.1:9", "--run-dir", "runs"]]
+)
+def test_a_network_device_that_the_machine_lacks_is_refused_by_both_ends(
+    words: list[str], tmp_path: Path, redis_url: str
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('engine = "torch"\n[weights]\ntransport = "nixl"\n[weights.nixl]\ndevices = ["mlx5_77:1"]\n')
+    common = ["--run-id", "r", "--redis-url", redis_url, "--config", str(file), "--model", str(tmp_path)]
+    refused = run_command([*words, *common])
+    assert refused.code == 2
+    assert "weights.nixl.devices: this machine has no device 'mlx5_77:1'" in refused.err
+
+
 def test_the_environment_plays_what_the_configuration_says(tmp_path: Path) -> None:
     """`play` reaches the environment with the run's own task: one that does not exist is named by it."""
     assert prepared(tmp_path / "run", "task=guess-number").code == 0
