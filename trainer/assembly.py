@@ -41,6 +41,7 @@ from trainer.data.teacher_client import TeacherClient, TeacherServer
 from trainer.data.validation import Validator
 from trainer.io_loop import Background, Interrupt, WaitSign
 from trainer.loop import Identity, TrainingLoop
+from trainer.memory.options import machine_of
 from trainer.metrics.exporter import open_telemetry
 from trainer.metrics.files import RunRecords, read_metrics
 from trainer.model.learner import Learner
@@ -49,7 +50,7 @@ from trainer.model.roles import Roles, make_roles
 from trainer.parallel.publishing import LeadingPublisher
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.start import Started
-from trainer.planning.refusal import machine_of, refuse_what_cannot_fit
+from trainer.planning.refusal import refuse_what_cannot_fit
 from trainer.weights import WeightUpdates
 from weight_bus.client.bus_client import BusClient
 from weight_bus.manifest.published import check_folder

@@ -10,10 +10,14 @@ Each process reads its own high-water mark (`/proc/self/status`, Linux), set bac
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +33,10 @@ from services.config.settings import RunSettings
 from services.policies.training.memory import estimate
 from services.policies.training.model_shape import shape_of
 from services.wire.errors import RollmeshError
+from trainer.memory.options import Machine, options_of
 from trainer.model.roles import make_roles
 from trainer.parallel.ranks import Ranks, joined
 from trainer.planning.fake_run import Plan, run_fake
-from trainer.planning.plan import Machine, options_of
 from trainer.planning.step import full_batch, run_step
 
 _WITHIN_S = 1800.0
@@ -218,40 +222,48 @@ def by_formula(case: Case, machine: Machine | None = None) -> int:
     return estimate(shape_of(case.configuration), options).total
 
 
-async def measured(case: Case, threads: int = 1) -> int:
-    """Bytes that a process takes for the steps, above those of its libraries; of several ranks the most that one does.
+class Trainers:
+    """A process whose libraries are loaded, of which every rank of every case is a copy (fork): none loads them again."""
 
-    Raises RollmeshError where one fails.
-    """
-    port = str(free_port())
-    return max(await asyncio.gather(*(_measured(case, threads, rank, port) for rank in range(case.ranks))))
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def measured(self, case: Case) -> int:
+        """Bytes that a process takes for the steps, above those of its libraries; of several ranks the most that one does.
+
+        Raises RollmeshError where one fails, and TimeoutError.
+        """
+        ask, answer = self._process.stdin, self._process.stdout
+        assert ask is not None
+        assert answer is not None
+        ask.write(msgspec.json.encode(case) + b"\n")
+        async with asyncio.timeout(_WITHIN_S):
+            said = await answer.readline()
+        if not said:
+            raise RollmeshError(f"{case.name}: a process that trains it failed", "see above")
+        return msgspec.json.decode(said, type=int)
 
 
-async def _measured(case: Case, threads: int, rank: int, port: str) -> int:
-    command = (
-        sys.executable,
-        "-P",
-        "-m",
-        "benchmarks.trainer.planned",
-        str(threads),
-        msgspec.json.encode(case).decode(),
-    )
+@asynccontextmanager
+async def trainers(threads: int = 1) -> AsyncIterator[Trainers]:
+    """`threads`: of torch, in each process."""
+    command = (sys.executable, "-P", "-m", "benchmarks.trainer.planned", str(threads))
     # Freed memory goes back at once, so that what is resident is what is held.
     environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "WORLD_SIZE": str(case.ranks)}
-    environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=environ)
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=environ,
+        # Ranks are its children: all end together.
+        start_new_session=True,
+    )
     try:
-        async with asyncio.timeout(_WITHIN_S):
-            said, _ = await process.communicate()
+        yield Trainers(process)
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode != 0:
-        raise RollmeshError(f"{case.name}: the process ended with {process.returncode}", "see above")
-    # The last line: logs come before it.
-    return msgspec.json.decode(said.splitlines()[-1], type=int)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
 
 
 @dataclass
@@ -277,11 +289,14 @@ async def measure_plans(
 ) -> Measured:
     """Both figures, of these cases: the ratio farthest from 1. The `large` ones are not trained."""
     real, formula = _Ratios(), _Ratios()
-    for case in cases:
-        plan, taken = predicted(case).tightest.total, await measured(case, threads)
-        real.found[case.name] = plan / taken
-        formula.found[case.name] = by_formula(case) / plan
-        say(f"{case.name}: {plan >> 20} MiB predicted, {taken >> 20} measured, {by_formula(case) >> 20} by the formula")
+    async with trainers(threads) as them:
+        for case in cases:
+            plan, taken = predicted(case).tightest.total, await them.measured(case)
+            real.found[case.name] = plan / taken
+            formula.found[case.name] = by_formula(case) / plan
+            say(
+                f"{case.name}: {plan >> 20} MiB predicted, {taken >> 20} measured, {by_formula(case) >> 20} by the formula"
+            )
     for case, machine in large:
         plan, said = predicted(case, machine).tightest.total, by_formula(case, machine)
         formula.found[case.name] = said / plan
@@ -308,29 +323,52 @@ def _train(case: Case, ranks: Ranks) -> int:
     roles = make_roles(load, settings, 0, ranks=ranks)
     # 5: set the high-water mark back (Linux, proc(5)). These are steps: how ranks load weights is measured elsewhere.
     Path("/proc/self/clear_refs").write_text("5")
-    for passes in (1, 2):
-        run_step(roles, full_batch(roles, settings.trainer.micro_batch_tokens, passes=passes))
+    tokens = settings.trainer.micro_batch_tokens
+    # The first makes the optimizer's state, whatever it is of.
+    run_step(roles, full_batch(roles, min(64, tokens)))
+    run_step(roles, full_batch(roles, tokens, passes=2))
     return _held("VmHWM") - before
 
 
-def main(threads: int, case: Case) -> None:
-    torch.set_num_threads(threads)
+def _rank(case: Case, rank: int, port: int, told: Connection) -> None:
+    """One rank's part, in a process of its own: tells the bytes that it took."""
+    # Some libraries print: standard output is for answers.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "WORLD_SIZE": str(case.ranks)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     torch.manual_seed(0)
-    # Libraries are loaded and warm before memory is read.
-    small = {
-        **case.configuration,
-        "hidden_size": 64,
-        "num_hidden_layers": 1,
-        "intermediate_size": 64,
-        "vocab_size": 128,
-    }
     few = [each for each in case.overrides if "micro_batch_tokens" not in each]
     layout = layout_asked(settings_of(case).trainer.parallel, case.ranks)
     with joined(layout) as ranks:
+        # Libraries are loaded and warm before memory is read.
+        small = {
+            **case.configuration,
+            "hidden_size": 64,
+            "num_hidden_layers": 1,
+            "intermediate_size": 64,
+            "vocab_size": 128,
+        }
         _train(Case("warm", small, [*few, "trainer.micro_batch_tokens=64"]), ranks)
-        taken = _train(case, ranks)
-    sys.stdout.write(str(taken))
+        told.send_bytes(str(_train(case, ranks)).encode())
+
+
+def main(threads: int) -> None:
+    """Answers each case on standard input by a line on standard output. Ends with exit code 1 where a rank fails."""
+    torch.set_num_threads(threads)
+    context = multiprocessing.get_context("fork")
+    for line in sys.stdin.buffer:
+        case, port = msgspec.json.decode(line, type=Case), free_port()
+        asked = [context.Pipe(duplex=False) for _ in range(case.ranks)]
+        ranks = [context.Process(target=_rank, args=(case, rank, port, told)) for rank, (_, told) in enumerate(asked)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            raise SystemExit(1)
+        sys.stdout.write(f"{max(int(answer.recv_bytes()) for answer, _ in asked)}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=Case))
+    main(int(sys.argv[1]))

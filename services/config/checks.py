@@ -143,7 +143,7 @@ def _refuse_epochs(settings: RunSettings) -> None:
 def layout_asked(parallel: ParallelSettings, started: int) -> Layout:
     """The layout of so many ranks. Raises UsageError, with the sum, where the settings ask for others."""
     try:
-        return layout_of(started, **parallel.model_dump())
+        return layout_of(started, **parallel.model_dump(exclude={"reshard_after_forward"}))
     except ValueError as error:
         raise UsageError(
             f"trainer.parallel: {error}", "start as many ranks as the settings make, or set trainer.parallel.data=auto"
@@ -158,7 +158,15 @@ def ranks_asked(parallel: ParallelSettings) -> int:
 
 def layout_in_force(settings: RunSettings, started: int) -> Layout:
     """The layout of so many ranks. Raises UsageError where the settings ask for others, or do not go with several."""
-    layout = layout_asked(settings.trainer.parallel, started)
+    parallel = settings.trainer.parallel
+    layout = layout_asked(parallel, started)
+    if layout.ranks == 1 and parallel.reshard_after_forward != "auto":
+        raise idle(
+            "parallel.reshard_after_forward",
+            str(parallel.reshard_after_forward).lower(),
+            "one rank, which has all weights",
+            "leave it out, or train on several ranks",
+        )
     check_ranks(settings, layout)
     return layout
 

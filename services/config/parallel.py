@@ -13,7 +13,8 @@ from services.config.base import Section
 
 
 class ParallelSettings(Section):
-    """How many ranks there are of each kind; the trainer's processes are replicate · data · context · tensor."""
+    """How many ranks there are of each kind; the trainer's processes are replicate · data · context · tensor. And what
+    they do with the weights that they collect."""
 
     data: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
@@ -28,6 +29,11 @@ class ParallelSettings(Section):
         ge=1,
         description="Ranks that split each layer's experts: all tensor ranks, or with one of these so many of the data "
         "ranks each",
+    )
+    reshard_after_forward: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Whether ranks give up each layer's weights after its forward pass, and collect them once more for its "
+        "backward pass (FSDP2's word); auto: unless keeping them adds at most a tenth to a step's memory",
     )
 
     @property

@@ -27,7 +27,8 @@ from tests.support.manifests import ROOT
 
 pytest.importorskip("torch")
 
-from trainer.planning.plan import Machine, make_report
+from trainer.memory.options import Machine
+from trainer.planning.plan import make_report
 
 PAGE = (ROOT / "docs/parallel.md").read_text(encoding="utf-8").partition("## One configuration, three sizes")[2]
 NUMBERS = ("servers", "trainer.parallel.data", "trainer.parallel.replicate")

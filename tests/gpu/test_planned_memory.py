@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.trainer.planned import Case, config_of, predicted, settings_of, sized
+from trainer.memory.options import Machine
 from trainer.model.roles import make_roles
-from trainer.planning.plan import Machine
 from trainer.planning.step import full_batch, run_step
 
 pytestmark = [

@@ -58,9 +58,12 @@ class ValueModel(nn.Module):
         context: DeviceMesh | None = None,
         ranks: Ranks | None = None,
         fill: Fill | None = None,
+        *,
+        reshard: bool = True,
     ) -> None:
         """`policy`: whose layers become this model's own; its language head is not used. `precision`, `context`: of its
-        passes, as `PackedForward` has them. `ranks`: over which it is sharded. `fill`: as the learner's."""
+        passes, as `PackedForward` has them. `ranks`: over which it is sharded, `reshard` as `shard` has it. `fill`: as the
+        learner's."""
         super().__init__()
         self.policy = policy.eval()
         device = policy.device if ranks is None else ranks.device
@@ -68,7 +71,7 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         if ranks is not None:
-            shard(self, ranks)
+            shard(self, ranks, reshard=reshard)
         if fill is not None:
             fill(policy, device)
         self._packed = PackedForward(self.policy, precision, context, root=self)

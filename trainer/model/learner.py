@@ -76,7 +76,7 @@ class Learner:
         recompute_activations(self.model, settings.activation_checkpointing, offload=settings.activation_offload)
         # Before the model's class is another, of torch's.
         self._router = RouterLoss(model) if settings.loss.router_aux else None
-        shard(self.model, self._ranks)
+        shard(self.model, self._ranks, reshard=settings.parallel.reshard_after_forward is not False)
         if fill is not None:
             fill(self.model, self._ranks.device)
         self._policy = PackedForward(self.model, settings.dtype, self._ranks.context)

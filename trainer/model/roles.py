@@ -14,12 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import structlog
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from services.config.lora import LoraSettings
 from services.config.settings import RunSettings, TrainerSettings
+from services.policies.training.memory import keeps_layers
+from services.policies.training.model_shape import shape_of
 from services.wire.errors import UsageError
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import Float64Array
@@ -28,6 +31,7 @@ from trainer.algorithms.needs import needs_of
 from trainer.data.rows import Rows
 from trainer.memory.activations import recompute_activations
 from trainer.memory.host_weights import HostWeights
+from trainer.memory.options import machine_of, options_of
 from trainer.model.adapters import Adapters
 from trainer.model.critic import Critic, ValueModel
 from trainer.model.forward import PackedForward
@@ -36,6 +40,8 @@ from trainer.model.logprobs import Reference, measure
 from trainer.parallel.orders import Measure, passes_of, tell_shares
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.sharding import Fill, cut, shard
+
+_log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,7 @@ def make_roles(
     needs, policy = needs_of(trainer), load()
     ranks = Ranks.alone(policy.device) if ranks is None else ranks
     _check_offload(trainer, ranks.device)
+    trainer = _with_resharding(settings, policy.config, ranks)
     if not trainer.lora.rank and needs.reference:
         first = load().eval().requires_grad_(False)
         cut(first, ranks)
@@ -129,6 +136,24 @@ def make_roles(
     return Roles(learner, advantage_computer, critic, ranks)
 
 
+def _with_resharding(settings: RunSettings, config: PretrainedConfig, ranks: Ranks) -> TrainerSettings:
+    """The trainer's settings, with what `trainer.parallel.reshard_after_forward=auto` is for this model: the same on all
+    ranks, layers stay collected where each has the memory."""
+    trainer = settings.trainer
+    if not ranks.several or trainer.parallel.reshard_after_forward != "auto":
+        return trainer
+    try:
+        options = options_of(settings, machine_of(ranks.device, ranks.layout.ranks))
+        kept = keeps_layers(shape_of(config.to_dict()), options)
+    except ValueError as error:
+        _log.info("layers' weights are collected twice a pass: what keeping them takes is not known", why=str(error))
+        kept = False
+    kept = all(int(told) for told in ranks.gather(str(int(kept)).encode()))
+    _log.info("weights that ranks collect", reshard_after_forward=not kept)
+    parallel = trainer.parallel.model_copy(update={"reshard_after_forward": not kept})
+    return trainer.model_copy(update={"parallel": parallel})
+
+
 def _check_offload(trainer: TrainerSettings, device: torch.device) -> None:
     if not trainer.offload_idle:
         return
@@ -143,6 +168,8 @@ def _check_offload(trainer: TrainerSettings, device: torch.device) -> None:
 
 def _value_model(policy: PreTrainedModel, settings: TrainerSettings, ranks: Ranks, fill: Fill | None) -> ValueModel:
     cut(policy, ranks)
-    model = ValueModel(policy, settings.dtype, ranks.context, ranks, fill)
+    model = ValueModel(
+        policy, settings.dtype, ranks.context, ranks, fill, reshard=settings.parallel.reshard_after_forward is not False
+    )
     recompute_activations(policy, settings.activation_checkpointing, offload=settings.activation_offload)
     return model

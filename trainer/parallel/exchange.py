@@ -13,7 +13,7 @@ gloo itself reduces a rank's part by reducing everything, and copies that twice 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,23 +21,26 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from trainer.parallel.shared_memory import shared_bytes
-
-MOST_BYTES = 16 << 20
-"""Of one slot, and of one result: layers that are larger go in pieces, which the cores' common cache may hold."""
+from services.policies.training.memory import EXCHANGE_BYTES
 
 
-def share_memory(modules: Sequence[FSDPModule], group: dist.ProcessGroup) -> None:
+def share_memory(
+    modules: Sequence[FSDPModule],
+    group: dist.ProcessGroup,
+    shared: Callable[[dist.ProcessGroup, int], Tensor | None],
+) -> None:
     """Have `group`, over which the weights of `modules` are sharded, exchange them and their gradients through memory.
 
-    All ranks of it call this. Nothing changes where the group is not gloo's, or its ranks have no memory in common.
+    `shared`: gives its ranks so many bytes in common, uint8, or None (`Ranks.shared`): then nothing changes. All ranks of
+    the group call this.
     """
-    if group.size() == 1 or dist.get_backend(group) != dist.Backend.GLOO:
+    if group.size() == 1:
         return
     # A multiple of what any rank's part of any dtype needs.
     line = 64 * group.size()
-    room = -(-min(MOST_BYTES, _largest(modules, group.size())) // line) * line
-    memory = shared_bytes(group, room * (2 + group.size()))
+    # Layers that are larger go in pieces, which the cores' common cache may hold.
+    room = -(-min(EXCHANGE_BYTES, _largest(modules, group.size())) // line) * line
+    memory = shared(group, room * (2 + group.size()))
     if memory is None:
         return
     slots = Slots(memory[2 * room :].view(group.size(), room), group.rank())
@@ -66,6 +69,14 @@ def _largest(modules: Sequence[FSDPModule], ranks: int) -> int:
 def _padded(shape: torch.Size, ranks: int) -> int:
     """Numbers of all parts of a weight, which is cut along its first dimension."""
     return -(-shape[0] // ranks) * ranks * math.prod(shape[1:])
+
+
+def _same_place(one: Tensor, other: Tensor) -> bool:
+    """Whether both begin at one byte; of tensors without memory, too."""
+    first, second = (
+        (each.untyped_storage()._cdata, each.storage_offset() * each.dtype.itemsize) for each in (one, other)
+    )
+    return first == second
 
 
 class Slots:
@@ -108,7 +119,7 @@ class SharedGather(AllGather):
     ) -> None:
         """`input_tensor` `[n]`: this rank's part; `output_tensor` `[ranks · n]`: where it is in its place already."""
         slots = self._slots
-        if output_tensor.data_ptr() == self._results[self._turn].data_ptr():
+        if _same_place(output_tensor, self._results[self._turn]):
             dist.barrier(group)
             return
         parts, written = output_tensor.view(slots.ranks, -1), slots.of(input_tensor.dtype)
@@ -151,7 +162,7 @@ class SharedReduce(ReduceScatter):
         """`output_tensor` `[n]`: this rank's part of the sum, or the mean, of all ranks' `input_tensor` `[ranks · n]`."""
         slots, self._asked = self._slots, None
         written = slots.of(input_tensor.dtype)
-        if input_tensor.data_ptr() == written[slots.rank].data_ptr():
+        if _same_place(input_tensor, written[slots.rank]):
             self._sum(output_tensor, written[:, : len(input_tensor)], group, op)
             return
         parts, most = input_tensor.view(slots.ranks, -1), written.shape[1] // slots.ranks

@@ -21,12 +21,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from services.policies.training.layout import ALONE, DIMENSIONS, Layout
 from services.wire.errors import RollmeshError, UsageError
+from trainer.parallel.shared_memory import shared_bytes
 from trainer.parallel.start import Started
 from trainer.parallel.watch import Watch
 
@@ -83,6 +85,13 @@ class Ranks:
         orders = dist.new_group(backend="gloo", timeout=timedelta(seconds=ORDER_S))
         ranks = Ranks(rank, layout, device, mesh, experts, _orders=orders)
         return replace(ranks, launch=ranks.gather(secrets.token_hex(8).encode())[0].decode())
+
+    def shared(self, group: dist.ProcessGroup, size: int) -> Tensor | None:
+        """uint8 `[size]`, the same memory for all ranks of `group`, as `shared_bytes` has it; None where they exchange
+        otherwise: on GPUs, and where there is none in common. All of its ranks call it."""
+        if self.device.type != "cpu" or dist.get_backend(group) != dist.Backend.GLOO:
+            return None
+        return shared_bytes(group, size)
 
     @property
     def several(self) -> bool:

@@ -3,6 +3,9 @@
     forward      layer ─all-gather─► computes ─► lets go of the others' weights          root: embeddings, norm, head
     backward     layer ─all-gather─► computes ─reduce-scatter─► this rank's share of the gradient, a mean over ranks
 
+Where there is memory for the weights of all layers, they may stay from the forward to the backward pass, which spares the
+second of the two all-gathers (`trainer.parallel.reshard_after_forward`).
+
 With `replicate` (HSDP) shares are of the ranks of one replica, and gradients are averaged over replicas too. With
 `context` they are of data and context ranks together.
 
@@ -65,9 +68,9 @@ def cut(model: PreTrainedModel, ranks: Ranks) -> None:
         tensor_parallel(model, ranks.mesh["tensor"], apart)
 
 
-def shard(model: nn.Module, ranks: Ranks) -> None:
+def shard(model: nn.Module, ranks: Ranks, *, reshard: bool = True) -> None:
     """Spread the weights of `model` over `ranks`. Before, it is on meta, or all have it whole; then its parameters are
-    DTensors.
+    DTensors. `reshard`: whether a layer lets go of the others' weights after its forward pass, or after its backward pass.
 
     Nothing where there is one rank. Passes are made, and optimizers, after it. Raises UsageError for an architecture whose
     layers are not known as such.
@@ -81,15 +84,19 @@ def shard(model: nn.Module, ranks: Ranks) -> None:
         )
     mesh = mesh_of_shares(ranks.mesh, ranks.layout)
     if ranks.experts is not None:
-        _shard_experts(model, ranks, ranks.experts)
-    sharded = [fully_shard(module, mesh=mesh) for module in (*layers, model)]
-    if ranks.device.type == "cpu":
-        share_memory(sharded, mesh.get_group(mesh.ndim - 1))
+        _shard_experts(model, ranks, ranks.experts, reshard)
+    sharded = [fully_shard(layer, mesh=mesh, reshard_after_forward=reshard) for layer in layers]
+    if not reshard:
+        for each in sharded:
+            _let_go_without_backward(each)
+    # Of the root it is for FSDP2 to say: what is of no layer is needed again at once.
+    sharded.append(fully_shard(model, mesh=mesh))
+    share_memory(sharded, mesh.get_group(mesh.ndim - 1), ranks.shared)
     setattr(model, _ENTRY, MethodType(_call, model))
     register_fsdp_forward_method(model, _ENTRY)
 
 
-def _shard_experts(model: nn.Module, own: Ranks, mesh: DeviceMesh) -> None:
+def _shard_experts(model: nn.Module, own: Ranks, mesh: DeviceMesh, reshard: bool) -> None:
     """Ranks that have the same experts share their weights. Raises UsageError where these do not divide."""
     layout = own.layout
     same = mesh_of_same_experts(mesh, layout)
@@ -107,9 +114,14 @@ def _shard_experts(model: nn.Module, own: Ranks, mesh: DeviceMesh) -> None:
             "set trainer.parallel.expert to more of the data ranks",
         )
 
-    sharded = [fully_shard(each, mesh=same, shard_placement_fn=placed) for each in experts_on(model, mesh["expert"])]
-    if own.device.type == "cpu":
-        share_memory(sharded, same.get_group(same.ndim - 1))
+    sharded = [
+        fully_shard(each, mesh=same, reshard_after_forward=reshard, shard_placement_fn=placed)
+        for each in experts_on(model, mesh["expert"])
+    ]
+    if not reshard:
+        for each in sharded:
+            _let_go_without_backward(each)
+    share_memory(sharded, same.get_group(same.ndim - 1), own.shared)
 
 
 def mesh_of_shares(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
@@ -153,6 +165,19 @@ def let_go(model: nn.Module) -> None:
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that may be spread over ranks; a collective of theirs where it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _let_go_without_backward(module: FSDPModule) -> None:
+    """A pass that no backward pass follows leaves no weights collected: they would be in the way of other models, and be
+    those of before the next step."""
+    assert isinstance(module, nn.Module)
+
+    def passed(*_: object) -> None:
+        if not torch.is_grad_enabled():
+            module.reshard()
+
+    # After FSDP2's own, which leaves them.
+    module.register_forward_hook(passed)
 
 
 def _call(_: nn.Module, work: Callable[[], _Found]) -> _Found:

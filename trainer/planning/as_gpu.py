@@ -24,8 +24,9 @@ from trainer.parallel.ulysses import ContextSlice
 from trainer.planning.timeline import HEAD
 
 
-def for_cpu(settings: RunSettings, options: MemoryOptions) -> RunSettings:
-    """The settings without what needs a GPU, and with the passes' dtype that one would have."""
+def for_cpu(settings: RunSettings, options: MemoryOptions, kept: bool) -> RunSettings:
+    """The settings without what needs a GPU, and with the passes' dtype that one would have. `kept`: whether layers stay
+    collected there until their backward pass."""
     trainer = settings.trainer.model_copy(
         update={
             "activation_offload": False,
@@ -34,6 +35,7 @@ def for_cpu(settings: RunSettings, options: MemoryOptions) -> RunSettings:
             "tf32": False,
             "dtype": "bfloat16" if options.half else "float32",
             "optimizer": settings.trainer.optimizer.model_copy(update={"offload": False}),
+            "parallel": settings.trainer.parallel.model_copy(update={"reshard_after_forward": not kept}),
         }
     )
     return settings.model_copy(update={"trainer": trainer})

@@ -53,7 +53,8 @@ def memory(
 
     settings = load_settings(config, overrides_of(context.args))
 
-    from trainer.planning.plan import Machine, find_folder, make_report
+    from trainer.memory.options import Machine
+    from trainer.planning.plan import find_folder, make_report
 
     folder = find_folder(model)
     report = make_report(folder, settings, Machine(count, device_bytes), row=row, fit=fit, quick=quick)

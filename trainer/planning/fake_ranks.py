@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -19,16 +21,29 @@ from trainer.parallel.ranks import Ranks, mesh_of_experts
 from trainer.parallel.sharding import mesh_of_same_experts, mesh_of_shares
 
 
-class _Alike(Ranks):
-    """What others tell is what this one tells."""
+@dataclass(frozen=True)
+class FakeRanks(Ranks):
+    """What others tell is what this one tells. `exchange`: what it would share with them on one machine without GPUs; None
+    where it would not."""
+
+    exchange: list[Tensor] | None = None
 
     def gather(self, part: bytes) -> list[bytes]:
         return [part] * self.layout.ranks
 
+    def shared(self, group: dist.ProcessGroup, size: int) -> Tensor | None:  # noqa: ARG002 (as the real ones)
+        if self.exchange is None:
+            return None
+        self.exchange.append(torch.empty(size, dtype=torch.uint8))
+        return self.exchange[-1]
+
 
 @contextmanager
-def fake_ranks(layout: Layout) -> Iterator[Ranks | None]:
-    """Rank 0 of `layout`, None where it is one rank. Raises UsageError where this process has a group already."""
+def fake_ranks(layout: Layout, *, gpu: bool) -> Iterator[FakeRanks | None]:
+    """Rank 0 of `layout`, None where it is one rank; as on GPUs, or as on CPUs of one machine.
+
+    Raises UsageError where this process has a group already.
+    """
     if layout.ranks == 1:
         yield None
         return
@@ -42,6 +57,6 @@ def fake_ranks(layout: Layout) -> Iterator[Ranks | None]:
         experts = mesh_of_experts(mesh, layout)
         if experts is not None:
             mesh_of_same_experts(experts, layout)
-        yield _Alike(0, layout, torch.device("cpu"), mesh, experts)
+        yield FakeRanks(0, layout, torch.device("cpu"), mesh, experts, exchange=None if gpu else [])
     finally:
         dist.destroy_process_group()

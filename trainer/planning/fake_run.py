@@ -23,7 +23,8 @@ from services.config.lora import LoraSettings
 from services.config.settings import RunSettings
 from services.host.models import check_code
 from services.policies.training.layout import Layout
-from services.policies.training.memory import MemoryOptions
+from services.policies.training.memory import MemoryOptions, keeps_layers
+from services.policies.training.model_shape import shape_of
 from services.wire.errors import NoModelError
 from trainer.data.packing import PackedBatch
 from trainer.memory.tracker import Tracker
@@ -32,9 +33,8 @@ from trainer.model.adapters import Adapters
 from trainer.model.forward import freeze_beside_text
 from trainer.model.reach import untried
 from trainer.model.roles import make_roles
-from trainer.parallel.ranks import Ranks
 from trainer.planning.as_gpu import attention_of_gpu, for_cpu, larger_chunks, placed
-from trainer.planning.fake_ranks import fake_ranks
+from trainer.planning.fake_ranks import FakeRanks, fake_ranks
 from trainer.planning.step import full_batch, run_step
 from trainer.planning.timeline import Moment, moments, with_head
 from trainer.planning.watch import Watch
@@ -79,11 +79,12 @@ def run_fake(config: PretrainedConfig, settings: RunSettings, options: MemoryOpt
     Raises UsageError as `make_roles` does.
     """
     packed_attention.register()
+    kept = keeps_layers(shape_of(config.to_dict()), options)
     told = True
     while True:
         try:
-            with attention_of_gpu(options.gpu and options.half), fake_ranks(options.layout) as ranks:
-                return _run(config, for_cpu(settings, options), options, row, ranks, told=told)
+            with attention_of_gpu(options.gpu and options.half), fake_ranks(options.layout, gpu=options.gpu) as ranks:
+                return _run(config, for_cpu(settings, options, kept), options, row, ranks, told=told)
         except NotImplementedError:
             # Its attention is not what it was said to be: it is found by trying, as in a run.
             if not told:
@@ -96,7 +97,7 @@ def _run(
     settings: RunSettings,
     options: MemoryOptions,
     row: int | None,
-    ranks: Ranks | None,
+    ranks: FakeRanks | None,
     *,
     told: bool,
 ) -> Plan:
@@ -122,6 +123,8 @@ def _run(
     watch.holds("weights", _tensors(learner.model))
     if critic is not None:
         watch.holds("critic", _tensors(critic.model))
+    if ranks is not None and ranks.exchange:
+        watch.holds("exchange", ranks.exchange)
     for model in made:
         # Those of the others are known: they keep their part.
         watch.known = {**dict.fromkeys(tracker.add(_tensors(model)), "reference"), **watch.known}

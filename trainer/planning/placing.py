@@ -20,7 +20,8 @@ from services.policies.placement.propose import Proposal, propose
 from services.policies.training.memory import Estimate, estimate
 from services.policies.training.model_shape import ModelShape
 from services.wire.errors import UsageError
-from trainer.planning.plan import Machine, options_of, read_context, read_shape
+from trainer.memory.options import Machine, options_of
+from trainer.planning.plan import read_context, read_shape
 
 _CONTEXT = 4096
 """Taken where a configuration says none."""

@@ -7,12 +7,10 @@ it found: `placed`.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from services.config.checks import layout_in_force
 from services.config.fitting import read_facts
 from services.config.settings import RunSettings
 from services.policies.training.memory import MemoryOptions, estimate
@@ -20,7 +18,7 @@ from services.policies.training.memory_fit import fit as find_fit
 from services.policies.training.memory_fit import smallest
 from services.policies.training.model_shape import ModelShape, shape_of
 from services.wire.errors import NoModelError, UsageError
-from trainer.algorithms.needs import needs_of
+from trainer.memory.options import Machine, options_of
 from trainer.planning.report import MemoryReport, MomentReport
 
 _SHARES = (0.95, 0.87, 0.8, 0.7)
@@ -28,18 +26,6 @@ _SHARES = (0.95, 0.87, 0.8, 0.7)
 
 
 _GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Machine:
-    """`ranks`: each with a device of its own; `device_bytes`: of a GPU, None for a CPU."""
-
-    ranks: int = 1
-    device_bytes: int | None = None
-
-    @property
-    def gpu(self) -> bool:
-        return self.device_bytes is not None
 
 
 def find_folder(model: Path) -> Path:
@@ -63,29 +49,6 @@ def read_shape(folder: Path) -> ModelShape:
 def read_context(folder: Path) -> int | None:
     """Tokens of the longest context that a config.json says. Raises NoModelError for one that cannot be read."""
     return read_facts(folder).context
-
-
-def options_of(settings: RunSettings, machine: Machine) -> MemoryOptions:
-    """What the formula reads of the settings. Raises UsageError as `layout_in_force`: what ranks refuse is not planned."""
-    trainer = settings.trainer
-    needs = needs_of(trainer)
-    half = trainer.dtype == "bfloat16" or (trainer.dtype == "auto" and machine.gpu)
-    return MemoryOptions(
-        tokens=trainer.micro_batch_tokens,
-        half=half,
-        layout=layout_in_force(settings, machine.ranks),
-        checkpointing=trainer.activation_checkpointing,
-        gpu=machine.gpu,
-        activation_offload=trainer.activation_offload,
-        optimizer_offload=trainer.optimizer.offload,
-        optimizer=trainer.optimizer.kind,
-        state_bits=trainer.optimizer.state_bits,
-        lora_rank=trainer.lora.rank,
-        reference=needs.reference and not trainer.lora.rank,
-        critic=needs.critic,
-        offload_idle=trainer.offload_idle,
-        serving_bytes=2 if settings.model.dtype == "bfloat16" else 4,
-    )
 
 
 def _fit_settings(

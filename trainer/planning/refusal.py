@@ -5,24 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import structlog
-import torch
 
 from services.config.settings import RunSettings
 from services.policies.training.memory import estimate
 from services.wire.errors import UsageError
-from trainer.planning.plan import Machine, options_of, read_shape
+from trainer.memory.options import Machine, options_of
+from trainer.planning.plan import read_shape
 
 _SURE = 1.1
 """The formula is within 10 % of what a step takes."""
 _GIB = 1 << 30
 _log = structlog.get_logger()
-
-
-def machine_of(device: torch.device, ranks: int = 1) -> Machine:
-    """The machine of a trainer whose ranks each have a device like this one."""
-    if device.type != "cuda":
-        return Machine(ranks)
-    return Machine(ranks, int(torch.cuda.get_device_properties(device).total_memory))
 
 
 def refuse_what_cannot_fit(folder: Path, settings: RunSettings, machine: Machine) -> None:

@@ -13,6 +13,7 @@ _WORDS = {
     "reference": "a frozen model of its own",
     "critic": "its weights, gradients and moments",
     "gathered": "what ranks collect for a layer",
+    "exchange": "what ranks exchange through",
     "activations": "kept by layers for the backward pass",
     "head": "language head and loss",
     "temporaries": "of an operation, a layer, or a layer computed once more",

@@ -3,6 +3,7 @@
 weights, gradients, optimizer    of the policy; known one by one
 critic, reference                all of theirs, but for passes
 gathered                         weights and gradients that ranks collect for a layer, whole
+exchange                         memory through which ranks of one machine without GPUs exchange these
 activations                      made by layers in a forward pass, and kept for the backward pass
 head                             made between the last layer and the loss, and back
 temporaries                      everything else: what a layer makes and gives up, a layer computed once more
@@ -23,6 +24,7 @@ PARTS = (
     "reference",
     "critic",
     "gathered",
+    "exchange",
     "activations",
     "head",
     "temporaries",

@@ -34,9 +34,13 @@ Checkpointing = Literal["none", "selective", "full"]
 
 HEAD_CHUNK = {False: 1 << 23, True: 1 << 27}
 """Logits of a chunk of the language head, on a CPU and on a GPU (`trainer.model.head`)."""
+EXCHANGE_BYTES = 16 << 20
+"""At most, of what ranks of one machine exchange at a time, without GPUs (`trainer.parallel.exchange`)."""
 _PART = 256 << 20
 """Bytes of weights whose offloaded state is on a GPU at a time (`trainer.memory.host_state`)."""
 _GIB = 1 << 30
+_DEARER, _FILLED = 1.1, 0.8
+"""What weights that stay collected may make of a step, and fill of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,9 @@ class MemoryOptions:
     critic: bool = False
     offload_idle: bool = False
     serving_bytes: int = 4
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    device_bytes: float | None = None
+    """Of a GPU, where it is known."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +90,31 @@ class Estimate:
 
 def estimate(shape: ModelShape, options: MemoryOptions) -> Estimate:
     """The fullest moment of a step whose optimizer has its state. Of the first of equal ones."""
-    found = _Step(shape, options)
+    return _fullest(shape, options, keeps_layers(shape, options))
+
+
+def keeps_layers(shape: ModelShape, options: MemoryOptions) -> bool:
+    """Whether ranks keep the weights of layers that they collect from the forward to the backward pass. `auto`: where that
+    adds at most a tenth, and fills at most four fifths of a GPU whose memory is known."""
+    if options.layout.ranks == 1:
+        return False
+    if options.reshard_after_forward != "auto":
+        return not options.reshard_after_forward
+    kept, without = (_fullest(shape, options, kept).total for kept in (True, False))
+    most = float("inf") if options.device_bytes is None else _FILLED * options.device_bytes
+    return kept <= min(_DEARER * without, most)
+
+
+def _fullest(shape: ModelShape, options: MemoryOptions, kept: bool) -> Estimate:
+    found = _Step(shape, options, kept)
     return max(found.moments(), key=lambda moment: moment.total)
 
 
 class _Step:
-    """The sums of one step."""
+    """The sums of one step. `kept`: as `keeps_layers`."""
 
-    def __init__(self, shape: ModelShape, options: MemoryOptions) -> None:
-        self.shape, self.options = shape, options
+    def __init__(self, shape: ModelShape, options: MemoryOptions, kept: bool) -> None:
+        self.shape, self.options, self.kept = shape, options, kept
         layout = options.layout
         self.tensor, self.data = layout.tensor, layout.data * layout.context
         self.collects = layout.ranks > 1
@@ -165,6 +188,7 @@ class _Step:
             "reference": reference,
             "critic": critic,
             "gathered": self._gathered(where),
+            "exchange": self._exchange(),
             "activations": activations,
             "head": head,
             "temporaries": temporaries,
@@ -254,21 +278,44 @@ class _Step:
         return bytes_each * logits + gradient + casts + (4.0 if options.half else 8.0) * width * self.tokens
 
     def _gathered(self, where: str) -> float:
-        """Whole weights and gradients that ranks collect: those of no layer all along; layers', one of them ahead; in the
-        backward pass a layer's gradients, and their share. At its end the gradients of those of no layer."""
+        """Whole weights and gradients that ranks collect: those of no layer all along; layers', one of them ahead, or all
+        until their backward pass; in that a layer's gradients, and their share. At its end the gradients of those of no
+        layer."""
         if not self.collects:
             return 0.0
         trains = not self.options.lora_rank
         if where == "embedding":
             return 4.0 * self.outer * (2 if trains else 1)
+        kept, shared = self.shape.layers if self.kept else 0, self._within_exchange()
         if where == "head":
-            return 4.0 * (self.outer + self.layer)
+            return 4.0 * (self.outer + self.layer * (kept or 1 - shared))
         if where == "scatter":
-            return 4.0 * (self.outer + self.layer * (4.0 if trains else 2.0))
-        layers = 2.0 if self.options.checkpointing == "none" else 3.0
+            sent = 2.0 if trains else 0.0
+            collected = kept - 1 if kept else 2 - shared
+            return 4.0 * (self.outer + self.layer * (collected + max(0.0, sent - shared)))
+        again = 0 if self.options.checkpointing == "none" else 1
         # Where nobody shares them, the gradients are their share.
         share = self.held / self.data if trains and self.data > 1 else 0.0
-        return 4.0 * (self.outer + self.layer * layers + share)
+        return 4.0 * (self.outer + self.layer * ((kept or 2 - shared) + again) + share)
+
+    def _within_exchange(self) -> int:
+        """1 where what is collected of a layer, and given out, is in the memory for that: a copy less of its own."""
+        return int(bool(self._exchange()) and 4.0 * self.layer <= EXCHANGE_BYTES)
+
+    def _exchange(self) -> float:
+        """Memory through which ranks of one machine without GPUs exchange: for each model that is sharded, and where data
+        ranks split experts for these once more."""
+        shape, options, layout = self.shape, self.options, self.options.layout
+        if options.gpu:
+            return 0.0
+        experts = shape.hidden * shape.experts * 3 * shape.expert_width if layout.expert_on == "data" else 0
+        of_layers, of_experts = self.data, self.data // layout.expert if experts else 1
+        found = sum(
+            min(EXCHANGE_BYTES, 4.0 * weights) * (2 + ranks)
+            for weights, ranks in ((shape.layer - experts, of_layers), (experts, of_experts))
+            if ranks > 1
+        )
+        return found * (1 + options.reference + options.critic)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.policies.training.layout import Layout
-from services.policies.training.memory import MemoryOptions, estimate
+from services.policies.training.memory import MemoryOptions, estimate, keeps_layers
 from services.policies.training.memory_fit import fit, smallest
 from services.policies.training.model_shape import ModelShape, shape_of
 
@@ -86,6 +86,20 @@ def test_layers_add_up(shape: ModelShape, asked: MemoryOptions, more: int) -> No
     one, two, three = (estimate(replace(shape, layers=shape.layers + step * more), asked) for step in range(3))
     if one.where == two.where == three.where:
         assert three.total - two.total == pytest.approx(two.total - one.total, rel=1e-3, abs=64)
+
+
+@given(shapes, options, st.sampled_from([2, 4, 8]), st.sampled_from([None, 8 * GIB, 80 * GIB]))
+def test_layers_stay_collected_where_there_is_the_memory(
+    shape: ModelShape, asked: MemoryOptions, ranks: int, device_bytes: int | None
+) -> None:
+    several = replace(asked, layout=Layout(data=ranks), device_bytes=device_bytes)
+    kept, without = (
+        estimate(shape, replace(several, reshard_after_forward=reshard)).total for reshard in (False, True)
+    )
+    room = kept <= 1.1 * without and (device_bytes is None or kept <= 0.8 * device_bytes)
+    assert keeps_layers(shape, several) == room
+    assert estimate(shape, several).total == (kept if room else without)
+    assert kept >= without and not keeps_layers(shape, replace(several, layout=Layout()))
 
 
 def test_parameters_of_known_models() -> None:

@@ -18,12 +18,12 @@ from benchmarks.trainer.planned import Case, by_formula, config_of, predicted, s
 from services.policies.training.memory import estimate
 from services.policies.training.model_shape import shape_of
 from services.wire.errors import UsageError
+from trainer.memory.options import Machine, machine_of, options_of
 from trainer.memory.tracker import Event, Tracker
 from trainer.model.roles import make_roles
 from trainer.planning.cli import app, read_gpus
 from trainer.planning.fake_run import Plan, run_fake
-from trainer.planning.plan import Machine, options_of
-from trainer.planning.refusal import machine_of, refuse_what_cannot_fit
+from trainer.planning.refusal import refuse_what_cannot_fit
 from trainer.planning.step import full_batch, run_step
 from trainer.planning.timeline import moments, tightest
 
@@ -154,6 +154,38 @@ def test_ranks_share_what_is_always_there(overrides: list[str]) -> None:
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.parametrize("overrides", [[], ["trainer.activation_checkpointing=full"]])
+@pytest.mark.parametrize("machine", [Machine(2), Machine(2, 80 << 30)], ids=["CPUs", "GPUs"])
+def test_layers_that_stay_collected_are_planned(machine: Machine, overrides: list[str]) -> None:
+    shape = sized(128, 12, (4, 2, 32), 384, 512)
+    small, both = shape_of(shape), []
+    for reshard in ("true", "false"):
+        case = Case("ranks", shape, [TOKENS, *overrides, f"trainer.parallel.reshard_after_forward={reshard}"], 2)
+        both.append(predicted(case, machine))
+        assert by_formula(case, machine) == pytest.approx(both[-1].tightest.total, rel=0.1)
+    before, after = (each.tightest.parts for each in both)
+    # Most layers, beside those that are there anyway.
+    assert 4 * 9 * small.layer < after["gathered"] - before["gathered"] < 4 * 12 * small.layer
+    assert after.get("exchange") == (None if machine.gpu else 4 * 4 * small.layer)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "models"),
+    [([], 1), (["trainer.advantage.estimator=gae", "trainer.loss.kl=0.1"], 3)],
+    ids=["policy", "critic and reference"],
+)
+def test_what_ranks_of_one_machine_exchange_through_is_planned(overrides: list[str], models: int) -> None:
+    """16 MiB are more than a layer has: two results and a slot for each of four ranks, of a layer each."""
+    shape = sized(128, 2, (4, 2, 32), 384, 512)
+    case = Case("ranks", shape, [TOKENS, *overrides], 4)
+    parts = predicted(case).tightest.parts
+    wanted = models * 6 * 4 * shape_of(shape).layer
+    assert parts["exchange"] == pytest.approx(wanted, rel=0.01)
+    assert estimate(shape_of(shape), options_of(settings_of(case), Machine(4))).parts["exchange"] == pytest.approx(
+        wanted, rel=0.01
+    )
+
+
 @pytest.mark.parametrize(("context", "tied"), [(1, False), (2, True)], ids=["tensor", "tensor and context"])
 def test_tensor_and_context_ranks_are_planned(context: int, tied: bool) -> None:
     overrides = ["trainer.parallel.tensor=2", f"trainer.parallel.context={context}"]
@@ -271,6 +303,14 @@ def test_what_ranks_do_not_train_is_not_planned(folder: Path) -> None:
     for setting in ("trainer.optimizer.kind=muon", "trainer.optimizer.state_bits=8"):
         found = CliRunner().invoke(app, [*words, setting])
         assert isinstance(found.exception, UsageError) and f"{setting} does not go with" in str(found.exception)
+
+
+@pytest.mark.parametrize("reshard", ["true", "false"])
+def test_one_rank_has_nothing_to_reshard(folder: Path, reshard: str) -> None:
+    setting = f"trainer.parallel.reshard_after_forward={reshard}"
+    assert CliRunner().invoke(app, ["--model", str(folder), "--gpus", "2x80", "--quick", setting]).exit_code == 0
+    found = CliRunner().invoke(app, ["--model", str(folder), "--quick", setting])
+    assert isinstance(found.exception, UsageError) and f"{setting} would have no effect" in str(found.exception)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_sum(folder: Path) -> None:

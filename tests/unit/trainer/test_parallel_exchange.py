@@ -92,7 +92,7 @@ def gradients_of_sharded(rank: int, shares: bool, limited: int | None) -> dict[s
     modules = [fully_shard(module) for module in (*model, model)]
     if shares:
         with no_descriptors(rank == limited):
-            share_memory(modules, group)
+            share_memory(modules, group, shared_bytes)
     for number in range(2):
         inputs = torch.randn(4, 7, generator=torch.Generator().manual_seed(2 * number + rank))
         model(inputs).square().sum().backward()
