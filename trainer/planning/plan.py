@@ -13,7 +13,7 @@ import msgspec
 
 from services.config.fitting import read_facts
 from services.config.settings import RunSettings
-from services.policies.training.memory import MemoryOptions, estimate
+from services.policies.training.memory import MemoryOptions, estimate, keeps_layers
 from services.policies.training.memory_fit import fit as find_fit
 from services.policies.training.memory_fit import smallest
 from services.policies.training.model_shape import ModelShape, shape_of
@@ -162,4 +162,5 @@ def _by_formula(
         fits=None if machine.device_bytes is None else said.total <= machine.device_bytes,
         assumed=[],
         settings=lines,
+        reshard_after_forward=None if options.layout.ranks == 1 else not keeps_layers(shape, options),
     )

@@ -33,6 +33,7 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `peak`: of the fake run, None where it was not made; `formula_bytes`: what the formula says, `formula`: its sum in
     words. `host`: bytes by part that are in the host's memory, beside the device's. `settings`: lines to copy, of `--fit`.
+    `reshard_after_forward`: whether layers' weights are collected twice a pass, None where there is one rank.
     """
 
     model: str
@@ -52,6 +53,7 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool | None
     assumed: list[str]
     settings: list[str]
+    reshard_after_forward: bool | None = None
 
     @property
     def bytes(self) -> int:
@@ -65,6 +67,9 @@ def as_lines(report: MemoryReport) -> list[str | Table]:
         f"{report.model}: {report.parameters / 1e9:.3g} billion weights, {report.trained / 1e9:.3g} trained; "
         f"{report.layout}; passes of {report.tokens:,} tokens in {report.dtype}"
     ]
+    if report.reshard_after_forward is not None:
+        how = "collected twice a pass" if report.reshard_after_forward else "kept from a forward to its backward pass"
+        said.append(f"weights that ranks collect of layers are {how}")
     if report.peak is not None:
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column, justify in (("at the peak", "left"), ("GiB", "right"), ("", "left")):

@@ -308,7 +308,9 @@ def test_what_ranks_do_not_train_is_not_planned(folder: Path) -> None:
 @pytest.mark.parametrize("reshard", ["true", "false"])
 def test_one_rank_has_nothing_to_reshard(folder: Path, reshard: str) -> None:
     setting = f"trainer.parallel.reshard_after_forward={reshard}"
-    assert CliRunner().invoke(app, ["--model", str(folder), "--gpus", "2x80", "--quick", setting]).exit_code == 0
+    assert run(folder, "--gpus", "2x80", "--quick", setting)["reshard_after_forward"] == (reshard == "true")
+    told = CliRunner().invoke(app, ["--model", str(folder), "--gpus", "2x80", "--quick", setting]).stdout
+    assert ("twice a pass" in told, "from a forward to its backward" in told) == (reshard == "true", reshard == "false")
     found = CliRunner().invoke(app, ["--model", str(folder), "--quick", setting])
     assert isinstance(found.exception, UsageError) and f"{setting} would have no effect" in str(found.exception)
 

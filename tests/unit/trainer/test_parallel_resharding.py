@@ -61,7 +61,8 @@ def test_layers_that_stay_are_collected_once_a_pass(rank_pool: RankPool, option:
 
 
 def left_collected(rank: int) -> list[bool]:
-    """Whether layers are collected: before any pass, after one without gradients, after one with, after that has gone back."""
+    """Whether layers are collected: before any pass, after one without gradients, after one with, and when it has gone
+    back."""
     model, ranks = a_model("qwen3, tied"), Ranks.of_group(Layout(data=2))
     cut(model, ranks)
     shard(model, ranks, reshard=False)
