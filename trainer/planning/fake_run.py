@@ -79,7 +79,7 @@ def run_fake(config: PretrainedConfig, settings: RunSettings, options: MemoryOpt
     Raises UsageError as `make_roles` does.
     """
     packed_attention.register()
-    kept = keeps_layers(shape_of(config.to_dict()), options)
+    kept = options.layout.ranks > 1 and keeps_layers(shape_of(config.to_dict()), options)
     told = True
     while True:
         try:

@@ -291,12 +291,13 @@ class _Step:
             return 4.0 * (self.outer + self.layer * (kept or 1 - shared))
         if where == "scatter":
             sent = 2.0 if trains else 0.0
-            collected = kept - 1 if kept else 2 - shared
+            collected = kept - 1 if kept else min(2 - shared, self.shape.layers - 1)
             return 4.0 * (self.outer + self.layer * (collected + max(0.0, sent - shared)))
+        collected = kept or min(2 - shared, self.shape.layers)
         again = 0 if self.options.checkpointing == "none" else 1
         # Where nobody shares them, the gradients are their share.
         share = self.held / self.data if trains and self.data > 1 else 0.0
-        return 4.0 * (self.outer + self.layer * ((kept or 2 - shared) + again) + share)
+        return 4.0 * (self.outer + self.layer * (collected + again) + share)
 
     def _within_exchange(self) -> int:
         """1 where what is collected of a layer, and given out, is in the memory for that: a copy less of its own."""
