@@ -38,22 +38,25 @@ def share_memory(
         return
     # A multiple of what any rank's part of any dtype needs.
     line = 64 * group.size()
+    sizes = _sizes(modules, group.size())
     # Layers that are larger go in pieces, which the cores' common cache may hold.
-    room = -(-min(EXCHANGE_BYTES, _largest(modules, group.size())) // line) * line
-    memory = shared(group, room * (2 + group.size()))
+    room = -(-min(EXCHANGE_BYTES, max(sizes)) // line) * line
+    # Where all are larger, none is gathered into a result.
+    results = 2 if min(sizes) <= room else 0
+    memory = shared(group, room * (results + group.size()))
     if memory is None:
         return
-    slots = Slots(memory[2 * room :].view(group.size(), room), group.rank())
-    gather, reduce = SharedGather(memory[: 2 * room].view(2, room), slots), SharedReduce(slots)
+    slots = Slots(memory[results * room :].view(group.size(), room), group.rank())
+    gather, reduce = SharedGather(memory[: results * room].view(results, room), slots), SharedReduce(slots)
     for module in modules:
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(reduce)
 
 
-def _largest(modules: Sequence[FSDPModule], ranks: int) -> int:
-    """Bytes of the whole weights of the largest of `modules`, as FSDP2 lays them out: each padded to equal parts. One that
-    has others of them within it (the model) is not counted, nor what is sharded by itself within one."""
-    sizes = [1]
+def _sizes(modules: Sequence[FSDPModule], ranks: int) -> list[int]:
+    """Bytes of the whole weights of each of `modules`, as FSDP2 lays them out: each padded to equal parts. One that has
+    others of them within it (the model) is not counted, nor what is sharded by itself within one."""
+    sizes = []
     for module in modules:
         assert isinstance(module, nn.Module)
         # The first is the module itself.
@@ -63,7 +66,7 @@ def _largest(modules: Sequence[FSDPModule], ranks: int) -> int:
         apart = {id(each) for inner in within for each in inner.parameters()}
         own = [each for each in module.parameters() if id(each) not in apart]
         sizes.append(sum(_padded(each.shape, ranks) * each.dtype.itemsize for each in own))
-    return max(sizes)
+    return sizes or [1]
 
 
 def _padded(shape: torch.Size, ranks: int) -> int:
@@ -100,12 +103,12 @@ class SharedGather(AllGather):
     """
 
     def __init__(self, results: Tensor, slots: Slots) -> None:
-        """`results`: uint8 `[2, room]`."""
+        """`results`: uint8 `[2, room]`, or `[0, room]`."""
         self._results, self._slots, self._turn = results, slots, 0
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         count = math.prod(int(each) for each in size)
-        if count * dtype.itemsize > self._results.shape[1]:
+        if not len(self._results) or count * dtype.itemsize > self._results.shape[1]:
             return torch.empty(*size, dtype=dtype, device=device)
         self._turn = 1 - self._turn
         return self._results[self._turn].view(dtype)[:count].view(*size)
@@ -119,7 +122,7 @@ class SharedGather(AllGather):
     ) -> None:
         """`input_tensor` `[n]`: this rank's part; `output_tensor` `[ranks · n]`: where it is in its place already."""
         slots = self._slots
-        if _same_place(output_tensor, self._results[self._turn]):
+        if len(self._results) and _same_place(output_tensor, self._results[self._turn]):
             dist.barrier(group)
             return
         parts, written = output_tensor.view(slots.ranks, -1), slots.of(input_tensor.dtype)

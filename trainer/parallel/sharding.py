@@ -91,6 +91,7 @@ def shard(model: nn.Module, ranks: Ranks, *, reshard: bool = True) -> None:
             _let_go_without_backward(each)
     # Of the root it is for FSDP2 to say: what is of no layer is needed again at once.
     sharded.append(fully_shard(model, mesh=mesh))
+    _let_go_without_backward(sharded[-1])
     share_memory(sharded, mesh.get_group(mesh.ndim - 1), ranks.shared)
     setattr(model, _ENTRY, MethodType(_call, model))
     register_fsdp_forward_method(model, _ENTRY)
@@ -143,15 +144,19 @@ def mesh_of_same_experts(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
 
 def inside(model: nn.Module, work: Callable[[], _Found]) -> _Found:
     """`work()`, which calls parts of `model` by themselves, as a forward pass of it. Tensors that it returns have gradients
-    only where they stand in tuples, lists or dicts. What it raises leaves no layer gathered."""
+    only where they stand in tuples, lists or dicts. What it raises leaves nothing gathered, nor does a pass without
+    gradients."""
     entry: Callable[[Callable[[], _Found]], _Found] | None = getattr(model, _ENTRY, None)
     if entry is None:
         return work()
     try:
-        return entry(work)
+        found = entry(work)
     except BaseException:
         let_go(model)
         raise
+    if not torch.is_grad_enabled():
+        let_go(model)
+    return found
 
 
 def let_go(model: nn.Module) -> None:

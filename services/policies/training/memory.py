@@ -240,7 +240,9 @@ class _Step:
             # Its tokens are laid out once for each expert that they go to: tensor ranks that split experts lay out a part
             # of them each, others a part of the width.
             apart = self.tensor if self.options.layout.expert_on == "tensor" else 1
-            own = 4.0 * (2 * shape.hidden / apart + 4 * shape.expert_width / self.tensor)
+            # Adapters leave experts as they are: what only their weights' gradients need is not kept.
+            frozen = 1 if self.options.lora_rank else 0
+            own = 4.0 * ((2 - frozen) * shape.hidden / apart + (4 - frozen) * shape.expert_width / self.tensor)
             found += shape.chosen * own + 8.0 * shape.experts
         else:
             found += widths.feed_forward * shape.feed_forward / self.tensor
@@ -312,7 +314,7 @@ class _Step:
         experts = shape.hidden * shape.experts * 3 * shape.expert_width if layout.expert_on == "data" else 0
         of_layers, of_experts = self.data, self.data // layout.expert if experts else 1
         found = sum(
-            min(EXCHANGE_BYTES, 4.0 * weights) * (2 + ranks)
+            min(EXCHANGE_BYTES, 4.0 * weights) * (ranks + (2 if 4.0 * weights <= EXCHANGE_BYTES else 0))
             for weights, ranks in ((shape.layer - experts, of_layers), (experts, of_experts))
             if ranks > 1
         )
