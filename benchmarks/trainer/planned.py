@@ -150,7 +150,7 @@ EVERY = tuple(
     for option in _OPTIONS
     if option not in others and (option not in _SPLIT or model == "experts")
 )
-"""Hours of them."""
+"""92 of them: half an hour."""
 SOME = tuple(
     _case(model, option, ranks)
     for model, option, ranks in (

@@ -38,7 +38,7 @@ def trainer(
         bool, typer.Option(help="Whether plans of memory are held against processes and the formula, ten minutes, 3 GB")
     ] = True,
     all_plans: Annotated[
-        bool, typer.Option("--all-plans", help="All models under all options in place of each once: hours")
+        bool, typer.Option("--all-plans", help="All models under all options in place of each once: half an hour")
     ] = False,
     threads: Annotated[int, typer.Option(min=1, help="Torch threads of each arm")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, lengths and tokens")] = 1,
