@@ -164,8 +164,8 @@ def test_layers_that_stay_collected_are_planned(machine: Machine, overrides: lis
         both.append(predicted(case, machine))
         assert by_formula(case, machine) == pytest.approx(both[-1].tightest.total, rel=0.1)
     before, after = (each.tightest.parts for each in both)
-    # All layers, beside those that are there anyway.
-    assert 4 * 9 * small.layer < after["gathered"] - before["gathered"] <= 4 * 12 * small.layer
+    # All layers, but for up to three that are there anyway.
+    assert 4 * 9 * small.layer <= after["gathered"] - before["gathered"] <= 4 * 12 * small.layer
     assert after.get("exchange") == (None if machine.gpu else 4 * 4 * small.layer)
 
 
@@ -231,8 +231,13 @@ def test_ranks_that_split_experts_are_planned(ranks: int, layout: dict[str, int]
     assert by_formula(case) == pytest.approx(plan.tightest.total, rel=0.1)
     assert any("as many tokens" in said for said in plan.assumed)
     # A layer's weights are collected without the experts of other ranks.
-    data = predicted(Case("data ranks", shape, [TOKENS], ranks))
-    most = [max(moment.parts.get("gathered", 0) for moment in each.moments) for each in (plan, data)]
+    # As GPUs do: others collect a part of it in what they share.
+    alike = ["trainer.dtype=float32", "trainer.parallel.reshard_after_forward=true"]
+    plans = [
+        predicted(Case("ranks", shape, [TOKENS, *alike, *split], ranks), Machine(ranks, 80 << 30))
+        for split in (parallel, [])
+    ]
+    most = [max(moment.parts.get("gathered", 0) for moment in each.moments) for each in plans]
     assert most[0] < 0.8 * most[1]
     assert not torch.distributed.is_initialized()
 
