@@ -296,7 +296,8 @@ class _Step:
             collected = kept - 1 if kept else min(2 - shared, self.shape.layers - 1)
             return 4.0 * (self.outer + self.layer * (collected + max(0.0, sent - shared)))
         collected = kept or min(2 - shared, self.shape.layers)
-        again = 0 if self.options.checkpointing == "none" else 1
+        # A layer that is computed once more is collected beside the one before it, but where that is in the exchange.
+        again = 0 if self.options.checkpointing == "none" or self._exchange() else 1
         # Where nobody shares them, the gradients are their share.
         share = self.held / self.data if trains and self.data > 1 else 0.0
         return 4.0 * (self.outer + self.layer * (collected + again) + share)
