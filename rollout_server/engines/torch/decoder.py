@@ -17,7 +17,8 @@ class Decoder(torch.nn.Module):
     """`forward` is the step, in plain Python: `PolicyForward` checks and records it.
 
     `kind`: the model's type, for messages. `vocabulary`: how many token ids it takes. `outputs`: of how many it gives a
-    logit. `longest`: tokens of a prompt and its answer together. `ends`: the ids that end an answer.
+    logit. `longest`: tokens of a prompt and its answer together. `ends`: the ids that end an answer. `single`: a step of
+    one token a row, as most are, is computed by `of_one`.
     """
 
     kind: str
@@ -28,6 +29,7 @@ class Decoder(torch.nn.Module):
     outputs: int
     longest: int
     ends: tuple[int, ...]
+    single: bool = False
 
     @property
     def weights(self) -> torch.nn.Module:
@@ -48,6 +50,17 @@ class Decoder(torch.nn.Module):
     ) -> torch.Tensor:
         """float32 logits `[rows, outputs]` of the last of `ids` `[rows, q]`; the rest are the parts of a `KvWindow`, of
         which it writes the last `q` columns."""
+        raise NotImplementedError
+
+    def of_one(
+        self,
+        ids: torch.Tensor,
+        starts: torch.Tensor,
+        columns: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `forward`, for `ids` `[rows, 1]` alone: in fewer or quicker operations."""
         raise NotImplementedError
 
     def logits_of_all(

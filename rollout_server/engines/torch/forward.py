@@ -44,12 +44,14 @@ class PolicyForward:
         self.shape, self.outputs = decoder.shape, decoder.outputs
         self.recorded = False
         self._step: Step = decoder
+        self._step_of_one: Step = decoder.of_one if decoder.single else decoder
         rehearsed = _rehearse(self, decoder)
         self._must_match_plain(rehearsed)
         self._record([logits for _, logits in rehearsed])
 
     def __call__(self, ids: torch.Tensor, window: KvWindow) -> torch.Tensor:
-        return self._step(ids, window.starts, window.columns, window.keys, window.values)
+        step = self._step_of_one if ids.shape[1] == 1 else self._step
+        return step(ids, window.starts, window.columns, window.keys, window.values)
 
     def logits_of_all(self, ids: torch.Tensor, window: KvWindow) -> torch.Tensor:
         """As a call, but float32 `[rows, q, outputs]`: of every one of `ids`. Not recorded: prompts are long."""
@@ -70,17 +72,38 @@ class PolicyForward:
         decoder = self._decoder
         window = _slots(decoder).scratch([3, 2, 3])
         ids = torch.zeros(3, 2, dtype=torch.int64, device=decoder.device)
+        parts, plain = (window.starts, window.columns, window.keys, window.values), (self._step, self._step_of_one)
         try:
             # The parameters belong to the traced module, so that a flip of their storage reaches the trace.
-            self._step = record(decoder, (ids, window.starts, window.columns, window.keys, window.values))
+            self._step = self._step_of_one = record(decoder, (ids, *parts))
+            if decoder.single:
+                self._step_of_one = record(_OfOne(decoder), (ids[:, :1], *parts))
             found = [logits for _, logits in _rehearse(self, decoder)]
             self.recorded = all(_close(a, b, decoder.dtype) for a, b in zip(expected, found, strict=True))
             why = "the recording gives other logits"
         except (RecordingError, RuntimeError) as error:
             why = str(error).strip().partition("\n")[0]
         if not self.recorded:
-            self._step = decoder
+            self._step, self._step_of_one = plain
             _log.warning("decode_step_not_recorded", model_type=decoder.kind, why=why)
+
+
+class _OfOne(torch.nn.Module):
+    """`Decoder.of_one` as the forward of a module: so it is traced with its parameters."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        starts: torch.Tensor,
+        columns: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        return self.decoder.of_one(ids, starts, columns, keys, values)
 
 
 def _of_transformers(model: PreTrainedModel) -> Decoder:

@@ -26,15 +26,23 @@ from rollout_server.engines.torch.llama_config import LlamaConfig, read_config, 
 
 Remember = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Takes a layer's keys and values of this call; returns all that its queries may see."""
+RememberOf = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""The same, of the layer of that number."""
 
 
 class _Norm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
-        self._eps = eps
+        self._eps: Tensor
+        self.register_buffer("_eps", torch.tensor(eps, dtype=torch.float32), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype is torch.float32:
+            # Five operations for eight: each costs more than its arithmetic where a model is small.
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            mean = torch.addcmul(self._eps, length, length, value=1.0 / self.weight.shape[0])
+            return self.weight * (x * torch.rsqrt(mean))
         wide = x.to(torch.float32)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
         return self.weight * wide.to(x.dtype)
@@ -57,7 +65,8 @@ class _Matrix(nn.Module):
 class _Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self._head_dim, self._repeats = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+        self._head_dim, self._kv_heads = config.head_dim, config.num_key_value_heads
+        self._repeats = config.num_attention_heads // config.num_key_value_heads
         width, kv_width = (
             heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)
         )
@@ -69,24 +78,42 @@ class _Attention(nn.Module):
         self.q_norm = _Norm(config.head_dim, config.rms_norm_eps) if normed else nn.Identity()
         self.k_norm = _Norm(config.head_dim, config.rms_norm_eps) if normed else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, remember: Remember) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, remember: Remember, single: bool
+    ) -> Tensor:
         rows, count, _ = x.shape
         split = rows, count, -1, self._head_dim
         queries = _rotated(self.q_norm(self.q_proj(x).view(split)).transpose(1, 2), cos, sin)
         keys = _rotated(self.k_norm(self.k_proj(x).view(split)).transpose(1, 2), cos, sin)
         keys, values = remember(keys, self.v_proj(x).view(split).transpose(1, 2))
-        if self._repeats > 1:
-            keys, values = (part.repeat_interleave(self._repeats, dim=1) for part in (keys, values))
-        seen = functional.scaled_dot_product_attention(
-            queries, keys, values, mask, is_causal=mask is None, scale=self._head_dim**-0.5
-        )
+        seen = self._seen_by_one(queries, keys, values, mask) if single else self._seen(queries, keys, values, mask)
         attended: Tensor = self.o_proj(seen.transpose(1, 2).reshape(rows, count, -1))
         return attended
 
+    def _seen(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        shared = self._repeats > 1
+        if shared and keys.device.type != "cpu":
+            # With a mask, the quick kernels of a GPU share no keys between heads. That of a CPU does, without the copies.
+            keys, values = (part.repeat_interleave(self._repeats, dim=1) for part in (keys, values))
+            shared = False
+        return functional.scaled_dot_product_attention(
+            queries, keys, values, mask, is_causal=mask is None, scale=self._head_dim**-0.5, enable_gqa=shared
+        )
+
+    def _seen_by_one(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """As `_seen`, of one query a row: the heads that share keys stand where several queries would."""
+        assert mask is not None
+        grouped = (queries * self._head_dim**-0.5).reshape(-1, self._kv_heads, self._repeats, self._head_dim)
+        shares = (torch.matmul(grouped, keys.transpose(-1, -2)) + mask).softmax(-1)
+        return torch.matmul(shares, values).reshape(-1, self._kv_heads * self._repeats, 1, self._head_dim)
+
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return (x * cos) + (torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin)
+    """`sin`: that of each angle, its first half negative."""
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((second, first), dim=-1)
+    # One operation, where that rounds as two do but for the last bit.
+    return torch.addcmul(x * cos, turned, sin) if x.dtype is torch.float32 else (x * cos) + (turned * sin)
 
 
 class _FeedForward(nn.Module):
@@ -109,8 +136,10 @@ class _Layer(nn.Module):
         self.input_layernorm = _Norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = _Norm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, remember: Remember) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, remember)
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, remember: Remember, single: bool
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, remember, single)
         fed: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return fed
 
@@ -146,7 +175,10 @@ class LlamaDecoder(Decoder):
         # Copies: what was read may be the file itself, mapped.
         own = {name: tensor.to(device, dtype, copy=True) for name, tensor in tensors.items()}
         self.load_state_dict(own, assign=True)
-        self.eval().requires_grad_(False)
+        self.eval().requires_grad_(False).to(device)
+        # Matrix products are a quarter faster than a CPU's attention kernel, which takes queries by the block. Those of a
+        # smaller dtype would round what that kernel keeps in float32.
+        self.single = device.type == "cpu" and dtype is torch.float32
         even = torch.arange(0, config.head_dim, 2, dtype=torch.float, device=device)
         self._frequencies = 1.0 / (config.theta ** (even / config.head_dim))
 
@@ -156,6 +188,13 @@ class LlamaDecoder(Decoder):
 
     def forward(self, ids: Tensor, starts: Tensor, columns: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return self._head(self._over_window(ids, starts, columns, keys, values)[:, -1:])[:, -1]
+
+    def of_one(self, ids: Tensor, starts: Tensor, columns: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        newest = columns[-1:]
+        unseen = (columns < starts.unsqueeze(1))[:, None, None]
+        mask = torch.zeros(unseen.shape, device=ids.device).masked_fill(unseen, torch.finfo(torch.float32).min)
+        written = _written(keys, values, 1)
+        return self._head(self._layers(ids, positions_of(starts, newest), mask, written, single=True))[:, -1]
 
     def logits_of_all(self, ids: Tensor, starts: Tensor, columns: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return self._head(self._over_window(ids, starts, columns, keys, values))
@@ -167,36 +206,45 @@ class LlamaDecoder(Decoder):
 
     def _over_window(self, ids: Tensor, starts: Tensor, columns: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         queries = columns[-ids.shape[1] :]
-        last = slice(-ids.shape[1], None)
-
-        def written(layer: int, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
-            keys[layer][:, :, last].copy_(new_keys)
-            values[layer][:, :, last].copy_(new_values)
-            return keys[layer], values[layer]
-
-        return self._layers(ids, positions_of(starts, queries), mask_of(starts, columns, queries, self.dtype), written)
+        mask = mask_of(starts, columns, queries, self.dtype)
+        written = _written(keys, values, ids.shape[1])
+        return self._layers(ids, positions_of(starts, queries), mask, written)
 
     def _layers(
         self,
         ids: Tensor,
         positions: Tensor,
         mask: Tensor | None,
-        remember: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
+        remember: RememberOf,
+        *,
+        single: bool = False,
     ) -> Tensor:
-        """What goes into the last norm. `mask`: None sees all tokens up to the query's own. `remember`: of the layer of
-        that number."""
-        angles = positions[..., None].float() * self._frequencies
-        angles = torch.cat((angles, angles), dim=-1)
-        cos, sin = (part.to(self.dtype).unsqueeze(1) for part in (angles.cos(), angles.sin()))
+        """What goes into the last norm. `mask`: None sees all tokens up to the query's own. `single`: it is for one query
+        a row, `of_one`."""
+        angles = (positions[..., None].float() * self._frequencies).unsqueeze(1)
+        cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
         x = functional.embedding(ids, self.model.embed_tokens.weight)
         for index, layer in enumerate(self.model.layers):
-            x = layer(x, cos, sin, mask, partial(remember, index))
+            x = layer(x, cos, sin, mask, partial(remember, index), single)
         return x
 
     def _head(self, x: Tensor) -> Tensor:
         head = self.model.embed_tokens if self._tied else self.lm_head
         logits: Tensor = head(self.model.norm(x))
         return logits.float()
+
+
+def _written(keys: Tensor, values: Tensor, count: int) -> RememberOf:
+    """Writes the last `count` columns of a window of these keys and values, and returns all of it."""
+
+    def written(layer: int, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
+        own_keys, own_values = keys[layer], values[layer]
+        own_keys.narrow(2, -count, count).copy_(new_keys)
+        own_values.narrow(2, -count, count).copy_(new_values)
+        return own_keys, own_values
+
+    return written
 
 
 def read_llama(folder: Path, dtype: torch.dtype, device: torch.device) -> LlamaDecoder | None:

@@ -19,7 +19,9 @@ from rollout_server.engines.torch.decoder import Decoder
 from rollout_server.engines.torch.forward import PolicyForward
 from rollout_server.engines.torch.kv_cache import KvCache
 from rollout_server.engines.torch.llama import LlamaDecoder, read_llama
+from rollout_server.engines.torch.llama_config import read_config
 from rollout_server.engines.torch.transformers_decoder import TransformersDecoder, load_transformers
+from services.wire.errors import UsageError
 from tests.unit.rollout_server.test_engine_torch import SMALL
 
 CPU = torch.device("cpu")
@@ -84,6 +86,21 @@ def test_its_logits_and_names_are_those_of_transformers(config: Any, dtype: torc
     assert float(expected.std()) > 0.1
     # A matrix product's last bit depends on where in memory its weights lie.
     assert float((found - expected).abs().max()) < 1e-6 * float(expected.abs().max())
+
+
+def test_a_step_of_one_token_that_gives_other_logits_is_refused(tmp_path: Path) -> None:
+    """Most tokens are sampled from such steps, which have code of their own."""
+
+    class Wrong(LlamaDecoder):
+        def of_one(self, *window: torch.Tensor) -> torch.Tensor:
+            return super().of_one(*window) + 0.01
+
+    save_model(tmp_path, transformers.LlamaConfig(**SMALL))
+    config, tensors = read_config(tmp_path), load_file(tmp_path / "model.safetensors")
+    assert config is not None
+    assert LlamaDecoder(config, tensors, dtype=torch.float32, device=CPU).single
+    with pytest.raises(UsageError, match="does not match the plain model"):
+        PolicyForward(Wrong(config, tensors, dtype=torch.float32, device=CPU))
 
 
 def test_weights_in_several_files_are_read(tmp_path: Path) -> None:
