@@ -27,11 +27,11 @@ FinishReason = Literal["stop", "length", "abort"]
 class GenerationRequest:
     """Generate `n` continuations of `prompt_token_ids`.
 
-    `stream`: deltas as tokens are sampled; otherwise one delta a sample, when it has finished. `top_logprobs`: how many of
-    the likeliest tokens to report at every position, 0 … 20. `cache_salt`: only requests with the same one may share cached
-    prefixes; engines without such a cache ignore it. `delta_every`: with `stream`, a delta of a sample comes after at
-    least so many new tokens; its last delta always comes. `gather_s`: how long tokens may wait for the next ones, as
-    each delta is written down, encoded and passed on; a sample's first and last ones do not wait.
+    `stream`: deltas as tokens are sampled; otherwise one delta a sample, when it has finished, or all samples have.
+    `top_logprobs`: how many of the likeliest tokens to report at every position, 0 … 20. `cache_salt`: only requests with
+    the same one may share cached prefixes; engines without such a cache ignore it. `delta_every`: with `stream`, a delta of
+    a sample comes after at least so many new tokens; its last delta always comes. `gather_s`: how long tokens may wait for
+    the next ones, as each delta is written down, encoded and passed on; a sample's first and last ones do not wait.
 
     `resumed`: so many tokens at the end of `prompt_token_ids` were sampled by an earlier attempt of this request. They
     count as output, not as prompt, for the penalties and `min_tokens`, and a seed continues after them. `max_tokens`

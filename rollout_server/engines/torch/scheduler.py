@@ -54,12 +54,14 @@ from services.wire.trajectory import VersionSpan
 
 @dataclass(slots=True)
 class _Ticket:
-    """A queued request, and how many of its samples have been started."""
+    """A queued request, and how many of its samples have been started. `ended`: the deltas of those that have ended,
+    where its reader takes all at once."""
 
     request: GenerationRequest
     limit: int
     stops: frozenset[int]
     started: int = 0
+    ended: list[GenerationDelta] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -203,7 +205,7 @@ class Scheduler:
                 touched.add(request.request_id)
                 for index in range(ticket.started, request.n):
                     likeliest: list[list[tuple[int, float]]] | None = [] if request.top_logprobs else None
-                    self.outbox.append(GenerationDelta(request.request_id, index, [], [], [], "abort", likeliest))
+                    self._end(ticket, GenerationDelta(request.request_id, index, [], [], [], "abort", likeliest))
             else:
                 kept.append(ticket)
         self._waiting = kept
@@ -303,12 +305,22 @@ class Scheduler:
                 self.outbox.append(_delta(sample, None))
         self._finish(finished)
 
+    def _end(self, ticket: _Ticket, delta: GenerationDelta) -> None:
+        """The last delta of a sample. A request that is not streamed is told of all its samples in one go: handing each
+        one over by itself would wake its reader at nearly every step, for nothing."""
+        if ticket.request.stream:
+            self.outbox.append(delta)
+            return
+        ticket.ended.append(delta)
+        if len(ticket.ended) == ticket.request.n:
+            self.outbox += ticket.ended
+
     def _finish(self, finished: Sequence[tuple[int, FinishReason]]) -> None:
         if not finished:
             return
         for row, reason in finished:
             sample = self._samples[row]
-            self.outbox.append(_delta(sample, reason))
+            self._end(sample.ticket, _delta(sample, reason))
             if self._shares and (len(sample.spans) == 1 or self._kv_policy == "recompute"):
                 self._prefill.remember(row, as_tokens(sample.cached()), sample.ticket.request.cache_salt)
         moves = self._slots.remove([row for row, _ in finished])

@@ -188,3 +188,48 @@ def test_requests_in_the_background_begin_after_all_others(forward: PolicyForwar
     for _ in range(5):
         batch.step(0, admit=True)
     assert [outcome.request_id for outcome in batch.take_outbox()] == ["f1", "f2", "b1", "b2", "b3"]
+
+
+def several(stream: bool) -> GenerationRequest:
+    """Six samples that end at different steps."""
+    sampling = SamplingParams(max_tokens=40, seed=3, stop_token_ids=list(range(2, 8)))
+    return GenerationRequest("several", tokens(9, 4), sampling, n=6, stream=stream)
+
+
+def ends_by_step(batch: Scheduler, steps: int) -> list[list[str]]:
+    """How samples ended at each of these steps that ended any."""
+    found = []
+    for _ in range(steps):
+        batch.step(0, admit=True)
+        ends = [
+            outcome.finish_reason
+            for outcome in batch.take_outbox()
+            if isinstance(outcome, GenerationDelta) and outcome.finish_reason is not None
+        ]
+        found += [[str(end) for end in ends]] if ends else []
+    return found
+
+
+@torch.inference_mode()
+def test_a_request_that_is_not_streamed_is_told_of_its_samples_in_one_go(forward: PolicyForward) -> None:
+    streamed, whole = batch_of(forward, "keep"), batch_of(forward, "keep")
+    streamed.add(several(stream=True))
+    whole.add(several(stream=False))
+    one_by_one = ends_by_step(streamed, 40)
+    assert len(one_by_one) > 1
+    assert ends_by_step(whole, 40) == [[end for step in one_by_one for end in step]]
+
+
+@torch.inference_mode()
+def test_samples_that_have_ended_are_told_of_when_the_rest_is_aborted(forward: PolicyForward) -> None:
+    streamed, whole = batch_of(forward, "keep"), batch_of(forward, "keep")
+    streamed.add(several(stream=True))
+    steps = 0
+    while not (before := ends_by_step(streamed, 1)):
+        steps += 1
+    whole.add(several(stream=False))
+    assert ends_by_step(whole, steps + 1) == []
+    assert whole.abort(["several"]) == 1
+    told = [outcome for outcome in whole.take_outbox() if isinstance(outcome, GenerationDelta)]
+    assert sorted(delta.index for delta in told) == list(range(6))
+    assert [delta.finish_reason for delta in told] == [*before[0], *["abort"] * (6 - len(before[0]))]
