@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from services.host.aio import new_loop
 from services.host.process import take_turns
 from services.run_store.patience import REPEAT_WITHIN_S, repeated
 from services.run_store.status import WaitBoard
@@ -36,7 +37,7 @@ class Background:
 
     def __init__(self) -> None:
         take_turns()
-        self._loop = _new_loop()
+        self._loop = new_loop()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, name="trainer-io", daemon=True)
         self._thread.start()
@@ -107,14 +108,6 @@ async def _cancel_all() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ModuleNotFoundError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
 
 
 class WaitSign:

@@ -1,4 +1,4 @@
-"""Asyncio helpers: the first error of a task group, work that no cancellation interrupts, locks by name."""
+"""Asyncio helpers: a quick event loop, a task group's first error, work that no cancellation interrupts, locks by name."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from services.wire.errors import RollmeshError
 T = TypeVar("T")
 TELL_EVERY_S = 30.0
 """Of work that takes long is told so often."""
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's, which takes half of what asyncio's own does for a call, where it is installed."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 @contextmanager

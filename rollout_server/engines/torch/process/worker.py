@@ -41,6 +41,7 @@ from rollout_server.engines.torch.process.link import (
     ToCore,
     read_first,
 )
+from services.host.aio import new_loop
 from services.host.process import collect_seldom, heavy_imports, leave_quickly
 from services.observability.logging import configure_logging
 from services.wire.errors import RollmeshError
@@ -72,7 +73,8 @@ def main() -> None:
         core.preload()
     except RollmeshError as error:
         core = error
-    asyncio.run(Worker(core).serve(link))
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(Worker(core).serve(link))
     leave_quickly()
 
 
