@@ -6,7 +6,8 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Coroutine
+import sys
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ from services.wire.errors import UsageError
 
 if TYPE_CHECKING:
     from clients.environments.base import AnyEnvironment
+    from clients.runner.tasks import PlayedTask
     from services.config.tasks import TaskSettings
     from services.policies.training.curriculum import CurriculumRules
 
@@ -77,6 +79,13 @@ def run_environment(
     check: Annotated[
         bool, typer.Option("--check", help="Only see whether the task can be made; no server needed")
     ] = False,
+    trial: Annotated[
+        bool,
+        typer.Option(
+            "--trial",
+            help="Only pose its problems and play a few episodes, without a server; print what was found (JSON)",
+        ),
+    ] = False,
 ) -> None:
     """Evaluate, play training groups until the run has concluded, evaluate again.
 
@@ -123,6 +132,9 @@ def run_environment(
             _see_a_problem(playable.environment, seed)
         Curricula.opened([(each.label, each.environment) for each in tasks], seed, curriculum, run_dir, None)
         return
+    if trial:
+        asyncio.run(_try_all(tasks, seed))
+        return
     plan = RunnerPlan(
         tasks=tasks,
         seed=seed,
@@ -164,6 +176,16 @@ def _asked(task: str | None, config: Path | None) -> tuple[list[TaskSettings], C
         return [TaskSettings(task=task)], None
     settings = load_settings(config, [])
     return settings.played, settings.curriculum.rules
+
+
+async def _try_all(tasks: Sequence[PlayedTask], seed: int) -> None:
+    import msgspec
+
+    from clients.runner.trial import try_task
+
+    for each in tasks:
+        found = await try_task(each.label, each.environment, each.dialect, seed)
+        sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
 
 
 def _see_a_problem(environment: AnyEnvironment, seed: int) -> None:

@@ -85,6 +85,20 @@ def give_memory_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def memory_bytes() -> int:
+    """Bytes of memory that this machine, or this container, has."""
+    import psutil
+
+    found = int(psutil.virtual_memory().total)
+    for limit in _LIMITS:
+        with suppress(OSError, ValueError):
+            found = min(found, int(limit.read_text()))
+    return found
+
+
 _LOUD = ("transformers",)
 """Libraries whose loggers have a handler of their own, with another format of lines."""
 

@@ -96,15 +96,11 @@ def make_run_folder(root: Path, *, min_free_bytes: int = MIN_FREE_BYTES) -> RunF
     Raises UsageError, and leaves nothing behind, when it cannot be written, its disk is nearly full, or it holds a run.
     """
     folder = RunFolder(root)
-    if folder.config.exists():
-        raise UsageError(
-            f"{root} holds a run already",
-            f"`rollmesh up --resume {root}` goes on with it; else choose another --run-dir",
-        )
+    refuse_taken(folder)
     made = _missing(root)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        _require_space(root, min_free_bytes)
+        check_space(root, min_free_bytes)
         folder.logs.mkdir(exist_ok=True)
         probe = folder.logs / ".probe"
         probe.write_bytes(b"\0" * 4096)
@@ -118,6 +114,15 @@ def make_run_folder(root: Path, *, min_free_bytes: int = MIN_FREE_BYTES) -> RunF
             f"cannot write the run folder {root} ({error.strerror})", "choose another --run-dir"
         ) from error
     return folder
+
+
+def refuse_taken(folder: RunFolder) -> None:
+    """Raises UsageError for a folder that holds a run."""
+    if folder.config.exists():
+        raise UsageError(
+            f"{folder.root} holds a run already",
+            f"`rollmesh up --resume {folder.root}` goes on with it; else choose another --run-dir",
+        )
 
 
 @contextmanager
@@ -181,8 +186,9 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def _require_space(root: Path, min_free_bytes: int) -> None:
-    free = free_bytes(root)
+def check_space(root: Path, min_free_bytes: int = MIN_FREE_BYTES) -> None:
+    """Raises UsageError where the disk of `root`, which may still be made, has less left."""
+    free = free_bytes(next(each for each in (root, *root.parents) if each.exists()))
     if free < min_free_bytes:
         raise UsageError(
             f"the disk of {root} has {free >> 20} MiB left, a run wants {min_free_bytes >> 20} MiB",

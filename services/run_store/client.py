@@ -7,8 +7,10 @@ A connection on which nothing comes for ANSWER_WITHIN_S is given up, and the com
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import time
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
@@ -21,6 +23,8 @@ from redis.exceptions import AuthenticationError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from services.policies.diagnosis.finding import refuse, refused_as
+from services.policies.diagnosis.store import StoreFacts, of_store
 from services.run_store.patience import ANSWER_WITHIN_S, RETRY_WITHIN_S, Outage, PatientRetry
 from services.run_store.pipelining import PipeliningRedis
 from services.security.tls import PUBLIC, Trust
@@ -125,35 +129,55 @@ def _keepalive(within_s: float) -> dict[int, int]:
 
 
 async def check_store(url: str, *, within_s: float = 0.0) -> None:
-    """Raise UsageError, in one line, when the Redis at `url` cannot hold a run: `check_reachable`, or it evicts keys."""
+    """Raise UsageError, in one line, when the Redis at `url` cannot hold a run: as `check_reachable`, where it evicts keys,
+    and where it is too old."""
+    with refused_as("redis-unreachable"):
+        store, _ = await read_store(url, within_s=within_s)
+    refuse(of_store(store))
+    if store.eviction is None:
+        _log.warning("Redis does not say whether it evicts keys; a run needs noeviction", redis=without_password(url))
+
+
+async def read_store(url: str, *, within_s: float = 0.0) -> tuple[StoreFacts, float]:
+    """What the Redis at `url` says of itself, and its clock (Unix seconds). Raises as `check_reachable`, UsageError where
+    it does not answer any more."""
     await check_reachable(url, within_s=within_s)
     client = _impatient(url)
     try:
-        policy = await _eviction_policy(client)
+        seconds, microseconds = await client.time()
+        # Several at once only Redis 7 takes. Where they are forbidden, as in hosted ones, INFO tells most of it.
+        configured: dict[str, Any] = {}
+        for name in ("maxmemory-policy", "maxmemory", "appendonly", "save"):
+            configured |= await _told(client.config_get(name))
+        server, memory = await _told(client.info("server")), await _told(client.info("memory"))
     except (RedisConnectionError, RedisTimeoutError) as error:
         raise UsageError(f"Redis at {without_password(url)} does not answer ({error})", "see that it runs") from error
     finally:
         await client.aclose()
-    if policy is None:
-        _log.warning("Redis does not say whether it evicts keys; a run needs noeviction", redis=without_password(url))
-    elif policy != "noeviction":
-        raise UsageError(
-            f"Redis at {without_password(url)} evicts keys when its memory is full (maxmemory-policy {policy}): a run "
-            "would lose trajectories and sessions without a word",
-            "set it to noeviction: redis-cli CONFIG SET maxmemory-policy noeviction, or in its configuration",
-        )
+    eviction = configured.get("maxmemory-policy") or memory.get("maxmemory_policy")
+    most = configured.get("maxmemory") or memory.get("maxmemory")
+    facts = StoreFacts(
+        url=without_password(url),
+        version=_version(str(server.get("valkey_version") or server.get("redis_version") or "")),
+        eviction=None if eviction is None else str(eviction),
+        maxmemory=int(most) if most is not None and str(most).isdigit() else None,
+        appendonly=None if "appendonly" not in configured else configured["appendonly"] == "yes",
+        saves=None if "save" not in configured else bool(configured["save"]),
+    )
+    return facts, seconds + microseconds / 1e6
 
 
-async def _eviction_policy(client: Redis) -> str | None:
-    """None where Redis does not tell this user."""
+async def _told(asking: Awaitable[Mapping[Any, Any]]) -> Mapping[Any, Any]:
+    """Nothing where this user may not ask."""
     try:
-        return str((await client.config_get("maxmemory-policy"))["maxmemory-policy"])
-    except (ResponseError, KeyError):
-        pass  # forbidden, as in hosted ones
-    try:
-        return str((await client.info("memory"))["maxmemory_policy"])
-    except (ResponseError, KeyError):
-        return None
+        return await asking
+    except ResponseError:
+        return {}
+
+
+def _version(text: str) -> tuple[int, int] | None:
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 async def check_reachable(url: str, *, within_s: float = 0.0) -> None:

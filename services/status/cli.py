@@ -14,9 +14,9 @@ import typer
 from services.config import options
 
 if TYPE_CHECKING:
+    from services.observability.mesh_status.report import MeshReport
     from services.run_store.discovery import Listed
     from services.security.tls import Trust
-    from services.status.report import MeshReport
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -85,8 +85,8 @@ async def _collect(
 
     import httpx
 
+    from services.observability.mesh_status.collector import NoRunYetError, StatusCollector, find_run
     from services.run_store.client import check_reachable, connect
-    from services.status.collector import NoRunYetError, StatusCollector, find_run
 
     await check_reachable(redis_url)
     redis = connect(redis_url)

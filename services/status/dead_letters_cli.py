@@ -47,10 +47,10 @@ def dead_letters(
 
 
 async def _read(run_id: str | None, redis_url: str, newest: int) -> tuple[list[DeadLetter], Accounts]:
+    from services.observability.mesh_status.collector import find_run
     from services.run_store.client import check_reachable, connect
     from services.run_store.ledger import Ledger
     from services.run_store.stream import DeadLetters
-    from services.status.collector import find_run
 
     await check_reachable(redis_url)
     redis = connect(redis_url)

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from services.status.report import CauseView, MeshReport, ServiceView
+from services.observability.mesh_status.report import CauseView, MeshReport, ServiceView
 
 _MOST_GROUPS = 8
 _GOOD, _BAD, _LIKELY = "green", "bold red", "yellow"

@@ -64,6 +64,12 @@ def up(
         Path | None, typer.Option(metavar="DIR", help="Go on with the interrupted run in this run folder")
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view")] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Only see whether it could start; a refusal is printed as JSON too"
+        ),
+    ] = False,
 ) -> None:
     from services.config.load import load_settings, origins_of
     from services.config.recipes import find_recipe
@@ -95,6 +101,11 @@ def up(
 
         raise SystemExit(resume_in_foreground(resume, places, plain=plain))
     settings, origins = load_settings(config, overrides), origins_of(config, overrides)
+
+    if check:
+        from services.supervisor.preflight import look
+
+        raise SystemExit(look(settings, places))
 
     from services.supervisor.foreground import run_in_foreground
 
@@ -191,8 +202,8 @@ def play(
 
     from services.config.load import load_settings
     from services.config.traces import as_environ
+    from services.host.commands import OURS
     from services.supervisor.launch_plan import environment_command
-    from services.supervisor.processes import OURS
 
     settings = load_settings(config, [])
     command = (*OURS, *environment_command(settings, config, run_id, run_dir or config.parent, rollout_url, name))

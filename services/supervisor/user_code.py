@@ -3,8 +3,6 @@ neither its libraries nor its mistakes come into the supervisor."""
 
 from __future__ import annotations
 
-import asyncio
-import os
 from pathlib import Path
 
 import msgspec
@@ -13,11 +11,8 @@ from services.config.algorithm import DISTILLATION, Formula
 from services.config.base import Section
 from services.config.load import dump_settings
 from services.config.settings import RunSettings
-from services.supervisor.processes import OURS
-from services.wire.errors import RollmeshError, UsageError
+from services.host.commands import ask
 from services.wire.task_name import parse_task
-
-_CHECK_S = 120.0
 
 
 async def check_tasks(settings: RunSettings) -> None:
@@ -68,32 +63,3 @@ def _found(algorithm: str) -> str:
     """Its name with a file in it as an absolute path, so that it means the same wherever it is read again."""
     where, colon, attribute = algorithm.rpartition(":")
     return f"{Path(where).expanduser().absolute()}:{attribute}" if colon and where.endswith(".py") else algorithm
-
-
-async def ask(command: tuple[str, ...], hangs: str, given: bytes = b"") -> bytes:
-    """What a command of ours says on standard output. `hangs`: what is told where it does not end.
-
-    Raises UsageError with its last words where it fails, RollmeshError when it hangs.
-    """
-    process = await asyncio.create_subprocess_exec(
-        *(*OURS, *command),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        # Its last words are for the user.
-        env={**os.environ, "ROLLMESH_LOG_JSON": "0"},
-    )
-    try:
-        async with asyncio.timeout(_CHECK_S):
-            answered, said = await process.communicate(given)
-    except TimeoutError as error:
-        raise RollmeshError(f"{hangs} in {_CHECK_S:g} s", "see what its code waits for") from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
-        last = lines[-1] if lines else f"exit code {process.returncode}"
-        raise UsageError(last.removeprefix("rollmesh: "))
-    return answered

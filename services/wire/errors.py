@@ -29,6 +29,8 @@ class RollmeshError(Exception):
         super().__init__(f"{what}: {remedy}" if remedy else what)
         self.what = what
         self.remedy = remedy
+        self.finding: str | None = None
+        """The section of the runbook that says more (`services.policies.diagnosis.finding`), where there is one."""
 
     @property
     def kind(self) -> str:

@@ -20,15 +20,15 @@ from redis.asyncio import Redis
 from rich.console import Console
 
 from services.http.app import make_app
+from services.observability.mesh_status.collector import StatusCollector
+from services.observability.mesh_status.report import CauseView, GroupView, MeshReport, QueueView, ServiceView, WaitView
 from services.run_store.client import connect
 from services.run_store.discovery import Listed, ServerRecord, ServiceKind, ServiceRecord, ServiceRegistry
 from services.run_store.evaluations import point_of
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Ledger
 from services.run_store.status import TrainerStatus, WaitBoard
-from services.status.collector import StatusCollector
 from services.status.render import screen
-from services.status.report import CauseView, GroupView, MeshReport, QueueView, ServiceView, WaitView
 from services.wire.run_metrics import TaskOutcome
 from tests.conftest import free_port, running_valkey
 from tests.support.evaluations import evaluation

@@ -19,6 +19,7 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from services.observability.mesh_status.report import CauseView, GroupView, MeshReport, QueueView, ServiceView, WaitView
 from services.policies.admission import StoreUse
 from services.policies.wait_causes import Cause, ProbeOutcome, SeenGroup, SeenService, find_causes
 from services.run_store.client import as_text
@@ -28,7 +29,6 @@ from services.run_store.keys import RunKeys
 from services.run_store.ledger import Accounts, Ledger
 from services.run_store.status import TrainerStatus, Wait, read_trainer_status, read_waits
 from services.security.tls import PUBLIC, Trust
-from services.status.report import CauseView, GroupView, MeshReport, QueueView, ServiceView, WaitView
 from services.wire.errors import UNDECODABLE, DeadlineError, UsageError
 from services.wire.rollout_api import Evaluation
 

@@ -1,0 +1,66 @@
+"""What a model folder holds, as far as its files say without loading it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+
+from services.policies.diagnosis.plan import ModelFiles
+from services.policies.training.model_shape import ModelShape, shape_of
+from services.wire.errors import UNDECODABLE
+
+
+class _Tokenizer(msgspec.Struct):
+    """A tokenizer.json has one: `model`, which holds the vocabulary."""
+
+    model: msgspec.Raw
+
+
+def read_model_files(folder: Path) -> ModelFiles:
+    """Raises nothing: what cannot be read is said in its fields."""
+    shape: ModelShape | None = None
+    try:
+        configuration = json.loads((folder / "config.json").read_bytes())
+        unusable = None if isinstance(configuration, dict) else "it is no JSON object"
+    except (OSError, ValueError) as error:
+        configuration, unusable = None, _why(error)
+    if isinstance(configuration, dict):
+        try:
+            shape = shape_of(configuration)
+        except ValueError:
+            shape = None
+    return ModelFiles(
+        folder=str(folder),
+        config=unusable,
+        tokenizer=_tokenizer(folder),
+        weights=sum(1 for suffix in ("safetensors", "bin") for _ in folder.glob(f"*.{suffix}")),
+        chat_template=_has_template(folder),
+        shape=shape,
+    )
+
+
+def _tokenizer(folder: Path) -> str | None:
+    try:
+        msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_Tokenizer)
+    except (OSError, *UNDECODABLE) as error:
+        return _why(error)
+    return None
+
+
+def _has_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").exists():
+        return True
+    try:
+        return b'"chat_template"' in (folder / "tokenizer_config.json").read_bytes()
+    except OSError:
+        return False
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "it is not there"
+    if isinstance(error, OSError):
+        return str(error.strerror)
+    return f"it cannot be read ({next(iter(str(error).splitlines()), type(error).__name__)})"

@@ -1,0 +1,66 @@
+"""Findings of an environment, from a trial of its problems and episodes without a policy. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from services.policies.diagnosis.finding import Finding, error, warning
+from services.wire.task_trial import TaskTrial
+
+SLOW_S = 0.25
+"""Of a call on the runner's event loop, in which nobody else's episodes go on. Built-in tasks take microseconds."""
+MOST_SHARED = 0.02
+"""Share of the held-out problems that may be in training too, by chance: above it held-out success says little."""
+LEAST_REWARDS = 8
+
+
+def of_trial(trial: TaskTrial) -> Iterator[Finding]:
+    """One task's."""
+    task = trial.task
+    if trial.failed is not None:
+        yield error(
+            "environment-fails",
+            f"task {task} cannot be played",
+            trial.failed,
+            "fix its code: `rollmesh run-environment --trial --task …` plays it without a server",
+        )
+        return
+    if trial.changed is not None:
+        yield error(
+            "environment-nondeterministic",
+            f"task {task} is not a function of its arguments: siblings of a group would play different problems",
+            trial.changed,
+            "draw random numbers from (split, index, seed) alone: problem_rng(name, split, index, seed); no clock, no "
+            "order of sets, no global random",
+        )
+    yield from _of_rewards(trial)
+    slowest, where = max((trial.problem_s, "problem()"), (trial.respond_s, "respond()"))
+    if slowest > SLOW_S:
+        yield warning(
+            "environment-slow",
+            f"task {task} is slow, and holds up every other episode meanwhile",
+            f"{where} took {slowest:.2f} s, once in {trial.problems} problems or more; {SLOW_S:g} s is much",
+            "load what it needs when it is made; put I/O and waiting into an agent environment or a Judging",
+        )
+    if trial.held_out and trial.shared / trial.held_out > MOST_SHARED:
+        yield error(
+            "environment-splits-overlap",
+            f"task {task} trains on its held-out problems: their success says nothing",
+            f"{trial.shared} of {trial.held_out} held-out problems are among the first {trial.problems} of training",
+            "decide each problem's split by its text: split_of(key)",
+        )
+
+
+def _of_rewards(trial: TaskTrial) -> Iterator[Finding]:
+    """Nonsense may be worth nothing: only where a right answer was among them, or all are worth something, is it said."""
+    rewards = trial.rewards
+    if len(rewards) < LEAST_REWARDS or max(rewards) > min(rewards):
+        return
+    if rewards[0] or trial.right_answers:
+        tried = f"{trial.right_answers} of them right" if trial.right_answers else "most of them nonsense"
+        yield error(
+            "environment-equal-rewards",
+            f"task {trial.task} gives every answer the same reward: there is nothing to learn from",
+            f"{len(rewards)} answers, {tried}, and each is worth {rewards[0]:g}",
+            "have the reward say how good an answer is",
+        )
