@@ -148,6 +148,9 @@ COMMANDS = {
     "compare": Command("services.runs.cli:compare_app", "Compare runs: settings, figures, curves", _LOOK),
     "samples": Command("services.runs.cli:samples_app", "Read rollouts of a run", _LOOK),
     "status": Command("services.status.cli:app", "Show how a run is, and why its trainer waits", _LOOK),
+    "doctor": Command(
+        "services.doctor.cli:app", "Say what is wrong with a machine, a planned run or a running one", _LOOK
+    ),
     "dead-letters": Command(
         "services.status.dead_letters_cli:app", "Show trajectories that were dropped, and why", _LOOK
     ),
@@ -161,6 +164,7 @@ COMMANDS = {
     "vllm-serve": Command("rollout_server.cli:vllm_app", "Run vLLM's own server with a run's settings", _PARTS),
     "gateway": Command("services.gateway.cli:app", "Run the one address in front of the rollout servers", _PARTS),
     "weight-bus": Command("weight_bus.cli:app", "Run the weight bus", _PARTS),
+    "transports": Command("weight_bus.cli:transports_app", "Try how fast weights can be read on this host", _PARTS),
     "redis": Command(
         "services.supervisor.cli:redis_app", "Run the Redis of a mesh whose parts are started one by one", _PARTS
     ),

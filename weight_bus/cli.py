@@ -72,3 +72,39 @@ def weight_bus(
     )
     with context.tracing:
         serve(bus, host, port, listener=listener, stop=stop, identity=tls.identity)
+
+
+transports_app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@transports_app.command(
+    help="Try a weight transport on this host: another process offers 64 MiB, this one reads them. Exit code 1 where that "
+    "fails.\n\nExample: rollmesh transports --transport nixl"
+)
+def transports(
+    transport: Annotated[
+        str, typer.Option(metavar="NAME", help="nixl or shm; auto: nixl where it is installed")
+    ] = "auto",
+    json: options.Json = False,
+    offer: Annotated[bool, typer.Option("--offer", hidden=True)] = False,
+) -> None:
+    import sys
+
+    import msgspec
+
+    from services.host.commands import OURS
+    from services.wire.errors import UsageError
+    from weight_bus.transports import trial
+    from weight_bus.transports.select import resolve
+
+    name = resolve(transport)
+    if name not in ("nixl", "shm"):
+        raise UsageError(f"{name} is not tried here", "try nixl or shm")
+    if offer:
+        trial.offer(name)
+        return
+    found = trial.try_transport(name, (*OURS, "transports", "--offer", "--transport", name))
+    shown = found.why or f"{found.bytes_per_s / 1e9:.2f} GB/s over {found.nbytes >> 20} MiB"
+    sys.stdout.write(f"{msgspec.json.encode(found).decode() if json else f'{name}: {shown}'}\n")
+    if found.why is not None:
+        raise typer.Exit(1)

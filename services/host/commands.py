@@ -13,8 +13,12 @@ OURS = (sys.executable, "-P", "-m", "services")
 _WITHIN_S = 120.0
 
 
-async def ask(command: tuple[str, ...], hangs: str, given: bytes = b"", *, within_s: float = _WITHIN_S) -> bytes:
+async def ask(
+    command: tuple[str, ...], hangs: str, given: bytes = b"", *, within_s: float = _WITHIN_S, fails: bool = False
+) -> bytes:
     """What a command of ours says on standard output. `hangs`: what is told where it does not end.
+
+    `fails`: it may fail, where it has said something on standard output before.
 
     Raises UsageError with its last words where it fails, RollmeshError when it hangs.
     """
@@ -35,7 +39,7 @@ async def ask(command: tuple[str, ...], hangs: str, given: bytes = b"", *, withi
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if process.returncode:
+    if process.returncode and not (fails and answered.strip()):
         lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
         last = lines[-1] if lines else f"exit code {process.returncode}"
         raise UsageError(last.removeprefix("rollmesh: "))

@@ -171,6 +171,21 @@ def run_folders(root: Path) -> list[RunFolder]:
     return sorted(found, key=lambda folder: folder.config.stat().st_mtime, reverse=True)
 
 
+def found_run(name: str | None, root: Path) -> RunFolder:
+    """The run folder of this path, or of this name in `root`; left out: the newest there. Raises UsageError for none."""
+    known = run_folders(root)
+    if name is None:
+        if not known:
+            raise UsageError(f"there is no run in {root}", "name a run folder, or say --root")
+        return known[0]
+    for place in (Path(name), root / name):
+        folder = RunFolder(place.expanduser().absolute())
+        if folder.config.is_file() and folder.run_id.is_file():
+            return folder
+    shown = ", ".join(folder.root.name for folder in known[:5]) or "none"
+    raise UsageError(f"{name} is no run folder", f"`rollmesh runs` lists them; the newest in {root}: {shown}")
+
+
 USUAL_REDIS = "redis://127.0.0.1:6379/0"
 
 

@@ -82,7 +82,7 @@ def remove(
     names: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names of runs, or paths")], root: Root = _RUNS
 ) -> None:
     """Remove runs: the whole folder of each. One that runs is refused, and then none is removed."""
-    from services.runs.listing import found_run
+    from services.host.run_folder import found_run
 
     _remove([found_run(name, root) for name in names])
 
@@ -155,8 +155,9 @@ def compare(
     """
     from rich.console import Console
 
+    from services.host.run_folder import found_run
     from services.runs.compare import comparison, draw
-    from services.runs.listing import found_run, read_run
+    from services.runs.listing import read_run
 
     if len(names) < 2:
         raise UsageError("one run is nothing to compare", "name two or more: `rollmesh runs` lists them")
@@ -187,7 +188,7 @@ def samples(
     import msgspec
     from rich.console import Console
 
-    from services.runs.listing import found_run
+    from services.host.run_folder import found_run
 
     folder = found_run(name, root)
     wanted = _Wanted(_between("--step", step), _between("--reward", reward), _between("--length", length), text, task)

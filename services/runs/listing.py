@@ -12,7 +12,7 @@ import msgspec
 
 from services.config.load import flat_settings
 from services.host.files import LineTail
-from services.host.run_folder import RunFolder, is_held, run_folders
+from services.host.run_folder import RunFolder, is_held
 from services.wire.errors import UNDECODABLE, UsageError
 from services.wire.run_metrics import EvaluationReport, StepMetrics, TrainerReport, decode_step_metrics
 
@@ -119,21 +119,6 @@ def size_of(root: Path) -> int:
         except FileNotFoundError:
             continue
     return total
-
-
-def found_run(name: str | None, root: Path) -> RunFolder:
-    """The run folder of this path, or of this name in `root`; left out: the newest there. Raises UsageError for none."""
-    known = run_folders(root)
-    if name is None:
-        if not known:
-            raise UsageError(f"there is no run in {root}", "name a run folder, or say --root")
-        return known[0]
-    for place in (Path(name), root / name):
-        folder = RunFolder(place.expanduser().absolute())
-        if folder.config.is_file() and folder.run_id.is_file():
-            return folder
-    shown = ", ".join(folder.root.name for folder in known[:5]) or "none"
-    raise UsageError(f"{name} is no run folder", f"`rollmesh runs` lists them; the newest in {root}: {shown}")
 
 
 def remove(folders: Sequence[RunFolder]) -> int:

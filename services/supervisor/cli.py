@@ -66,9 +66,7 @@ def up(
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view")] = False,
     check: Annotated[
         bool,
-        typer.Option(
-            "--check", help="Only see whether it could start; a refusal is printed as JSON too"
-        ),
+        typer.Option("--check", help="Only see whether it could start; a refusal is printed as JSON too"),
     ] = False,
 ) -> None:
     from services.config.load import load_settings, origins_of

@@ -47,6 +47,6 @@ def of_causes(causes: Sequence[SeenCause], now: float) -> Iterator[Finding]:
 
 
 def of_unread(parts: Sequence[str]) -> Iterator[Finding]:
-    for part in parts:
-        what = "a part of the run's state could not be read"
-        yield error("run-not-read", what, part, "see that Redis runs, and is not overloaded")
+    if parts:
+        what = f"{len(parts)} parts of the run's state could not be read"
+        yield error("run-not-read", what, "; ".join(parts), "see that Redis runs, and is not overloaded")
