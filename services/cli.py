@@ -24,6 +24,8 @@ from services.observability.logging import configure_logging, logs_json
 from services.wire.errors import RollmeshError
 
 _RUN_OPTION = "--run-id"
+_MISUSE: type[Exception] = typer.BadParameter.__bases__[0]
+"""What Typer raises for a command line that its command does not take."""
 HEAVY = ("torch", "transformers", "vllm", "nixl_cu12", "nixl_cu13")
 
 
@@ -64,9 +66,20 @@ class Dispatcher:
                 return target.run(rest)
             run_id = os.environ.get("ROLLMESH_RUN_ID") or _named_run(rest)
             configure_logging(os.environ.get("ROLLMESH_SERVICE", name), run_id=run_id)
-            in_one_style(typer.main.get_command(target)).main(args=rest, prog_name=f"{self.prog} {name}")
+            command = in_one_style(typer.main.get_command(target))
+            code = command.main(args=rest, prog_name=f"{self.prog} {name}", standalone_mode=False)
+            return code if isinstance(code, int) else 0
         except RollmeshError as error:
             return fail(str(error), error.exit_code)
+        except _MISUSE as error:
+            said = str(error.format_message())  # type: ignore[attr-defined]
+            if "\n" in said:
+                # The help, of a command that is nothing without another word.
+                error.show()  # type: ignore[attr-defined]
+                return 2
+            return fail(f"{said.rstrip('.')}: `{self.prog} {name} --help` says what it takes", 2)
+        except typer.Abort:
+            return fail("aborted", 1)
         except ModuleNotFoundError as error:
             if error.name not in HEAVY:
                 raise
@@ -76,7 +89,6 @@ class Dispatcher:
             return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         except KeyboardInterrupt:
             return 130
-        return 0
 
     def _print_help(self) -> None:
         console = Console()

@@ -136,7 +136,9 @@ def _refuse_unknown(
         if field is None:
             if f"{prefix}{key}" in _GONE:
                 raise UsageError(f"{prefix + key!r} is gone", _GONE[f"{prefix}{key}"])
-            near = " or ".join(map(repr, _nearest(f"{prefix}{key}", known())))
+            sections = [name for name, each in model.model_fields.items() if _is_section(each.annotation)]
+            alike = get_close_matches(key, sections, n=1, cutoff=0.7) if isinstance(value, Mapping) else []
+            near = " or ".join(map(repr, [f"{prefix}{alike[0]}"] if alike else _nearest(f"{prefix}{key}", known())))
             hint = f"the nearest known key is {near}" if near else f"known keys: {', '.join(model.model_fields)}"
             raise UsageError(f"unknown key {prefix + key!r}", hint)
         section = field.annotation
@@ -144,6 +146,10 @@ def _refuse_unknown(
             if not isinstance(value, Mapping):
                 raise UsageError(f"{prefix + key!r} is a section, not a value", f"set one of its keys: {prefix}{key}.…")
             _refuse_unknown(value, section, f"{prefix}{key}.", known)
+
+
+def _is_section(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _nearest(key: str, known: Sequence[str]) -> list[str]:
@@ -181,7 +187,25 @@ def _explain(error: ValidationError, root: type[BaseModel], prefix: str) -> tupl
         hint = f"did you mean {near[0]!r}? " if near else ""
         return what, f"{hint}known: {', '.join(allowed)}"
     # A check of our own speaks for itself; pydantic would put "Value error" before it.
-    return what, str(first.get("ctx", {}).get("error", first["msg"]))
+    told = first.get("ctx", {})
+    return what, str(told["error"]) if "error" in told else _to_write(first["type"], told) or first["msg"]
+
+
+_TO_WRITE = (
+    (("int_parsing", "int_type", "int_from_float"), "write a whole number"),
+    (("float_parsing", "float_type"), "write a number, such as 0.001 or 1e-4"),
+    (("bool_parsing", "bool_type"), "write true or false"),
+    (("greater_than_equal",), "write {ge} or more"),
+    (("greater_than",), "write more than {gt}"),
+    (("less_than_equal",), "write {le} or less"),
+    (("less_than",), "write less than {lt}"),
+    (("literal_error",), "known: {expected}"),
+)
+"""pydantic's types of errors, and what to do about them."""
+
+
+def _to_write(kind: str, told: Mapping[str, Any]) -> str:
+    return next((words.format(**told) for kinds, words in _TO_WRITE if kind in kinds), "")
 
 
 def _allowed(key: str, root: type[BaseModel]) -> list[str]:

@@ -80,6 +80,8 @@ def read_keys(holder: HolderName, folder: Path | None, files: Mapping[KeyName, P
     Raises UsageError for a key that is missing in the folder: a service must not run without the keys it was meant to have.
     """
     found: dict[str, str] = {}
+    if folder is not None and not folder.is_dir():
+        raise UsageError(f"there is no folder of keys {folder}", f"correct its path, or rollmesh keys init {folder}")
     for name in GIVEN[holder]:
         path = files.get(name)
         if path is None and folder is not None:

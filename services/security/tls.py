@@ -40,7 +40,10 @@ class Trust:
     verify: Verify = field(default=True, repr=False, compare=False)
 
     def address(self, url: str) -> str:
-        """`url` without a slash at its end. Raises UsageError for plain HTTP where the mesh has an authority."""
+        """`url` without a slash at its end. Raises UsageError for what is no URL, and for plain HTTP where the mesh has an
+        authority."""
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(f"{url!r} is no address of a service", "write http://HOST:PORT")
         if self.authority is not None and url.startswith("http://"):
             raise UsageError(f"{url} is plain HTTP, and the mesh speaks TLS", "write https://, or leave --tls-dir out")
         return url.rstrip("/")

@@ -113,7 +113,9 @@ async def preflight(
     engine = choose_engine(settings.engine)
     check_engine(settings, engine)
     check_arguments(settings.rollout.vllm.arguments())
-    settings, added = await with_algorithm(find_tasks(settings))
+    settings = find_tasks(settings)
+    check_files(settings)
+    settings, added = await with_algorithm(settings)
     named = settings.model.path is not None and not is_folder(settings.model.path)
     if not (only_look and named):
         settings = await asyncio.to_thread(with_model_folder, settings)
@@ -196,8 +198,8 @@ def with_model_folder(settings: RunSettings) -> RunSettings:
     """With folders in place of the names of the policy's model and of a teacher's that is served here: where one is not
     there, `rollmesh models fetch` makes it, with progress.
 
-    Raises RollmeshError where that fails; it says why. UsageError for one that needs code of its own, which nobody asked
-    to run.
+    Raises UsageError where that fails, which has said why, and for one that needs code of its own, which nobody asked to
+    run.
     """
     model, teacher, trusted = settings.model.path, settings.trainer.teacher, settings.model.trust_remote_code
     if model is not None:
@@ -221,7 +223,7 @@ def _folder_of(model: Path, setting: str, trusted: bool) -> Path:
         [*OURS, "models", "fetch", str(model), *options], stdout=subprocess.PIPE, text=True, check=False
     )
     if done.returncode:
-        raise RollmeshError(
+        raise UsageError(
             f"there is no folder {model}, and no model of that name could be fetched",
             f"see what is said above, or set {setting}=FOLDER",
         )
@@ -267,6 +269,18 @@ def new_run_id(task_label: str) -> str:
 def find_task(task: str) -> str:
     """The task's name with a file in it as an absolute path, so that it means the same wherever it is read again."""
     return str(parse_task(task).with_files(lambda file: str(Path(file).expanduser().absolute())))
+
+
+def check_files(settings: RunSettings) -> None:
+    """Raises UsageError for a file of a task that is not there."""
+
+    def there(name: str) -> str:
+        if not Path(name).exists():
+            raise UsageError(f"there is no file {name}, which the task is in", "correct its path")
+        return name
+
+    for each in settings.played:
+        parse_task(each.task).with_files(there)
 
 
 def find_tasks(settings: RunSettings) -> RunSettings:

@@ -10,7 +10,7 @@ import msgspec
 from services.config.algorithm import DISTILLATION, Formula
 from services.config.base import Section
 from services.config.load import dump_settings
-from services.config.settings import RunSettings
+from services.config.settings import RunSettings, TrainerSettings
 from services.host.commands import ask
 from services.wire.task_name import parse_task
 
@@ -31,13 +31,14 @@ async def with_algorithm(settings: RunSettings) -> tuple[RunSettings, dict[str, 
     """`settings` with the defaults of an algorithm of the user's own; dotted name → whose, for those that were added.
 
     Raises UsageError for one that cannot be imported, for settings that it has not, and for what it reads and is not there.
-    What built-in ones refuse the trainer says as soon: they are asked here only of a teacher, which takes long to load.
     """
     trainer = settings.trainer
     loss, advantage = trainer.loss, trainer.advantage
     named = {"loss": _found(loss.policy), "advantage": _found(advantage.estimator)}
     distils = trainer.teacher.there or advantage.distil is not None or advantage.estimator == DISTILLATION
-    if not any(":" in name for name in named.values()) and not loss.own and not advantage.own and not distils:
+    usual = TrainerSettings()
+    own = any(":" in name for name in named.values()) or bool(loss.own) or bool(advantage.own)
+    if not own and not distils and (loss.policy, advantage.estimator) == (usual.loss.policy, usual.advantage.estimator):
         return settings, {}
     loss = loss.model_copy(update={"policy": named["loss"]})
     advantage = advantage.model_copy(update={"estimator": named["advantage"]})
