@@ -9,6 +9,7 @@ from typing import Literal
 
 from services.observability import catalog
 from services.observability.queries import SCRAPED, idle_share, over_k_share, ratio
+from services.policies.diagnosis.finding import RUNBOOK
 
 HEADER = "# Made by `rollmesh monitoring`: change services/observability/alerts.py, not this file.\n"
 
@@ -119,18 +120,18 @@ ALERTS = (
 )
 
 
-def alert_rules() -> str:
-    """Prometheus's rule file (YAML)."""
-    return HEADER + _groups()
+def alert_rules(runbook: str = RUNBOOK) -> str:
+    """Prometheus's rule file (YAML). `runbook`: where alerts link to, a page with a section for each."""
+    return HEADER + _groups(runbook)
 
 
-def operator_rules() -> str:
+def operator_rules(runbook: str = RUNBOOK) -> str:
     """The same as an object of Prometheus's operator on Kubernetes."""
     head = "apiVersion: monitoring.coreos.com/v1\nkind: PrometheusRule\nmetadata: {name: rollmesh}\nspec:\n"
-    return HEADER + head + indent(_groups(), "  ")
+    return HEADER + head + indent(_groups(runbook), "  ")
 
 
-def _groups() -> str:
+def _groups(runbook: str) -> str:
     """Texts are quoted as JSON quotes them, which YAML reads as they are."""
     lines = ["groups:\n", "  - name: rollmesh\n", "    rules:\n"]
     for alert in ALERTS:
@@ -142,5 +143,6 @@ def _groups() -> str:
             "        annotations:\n",
             f"          summary: {json.dumps(alert.summary)}\n",
             f"          remedy: {json.dumps(alert.remedy)}\n",
+            f"          runbook_url: {json.dumps(f'{runbook}#{alert.name.lower()}')}\n",
         ]
     return "".join(lines)

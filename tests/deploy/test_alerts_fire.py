@@ -44,7 +44,11 @@ def fired(case: AlertCase) -> dict[str, Any]:
     alert = BY_NAME[case.alert]
     return {
         "exp_labels": {"severity": alert.severity, **case.labels},
-        "exp_annotations": {"summary": case.summary, "remedy": alert.remedy},
+        "exp_annotations": {
+            "summary": case.summary,
+            "remedy": alert.remedy,
+            "runbook_url": f"docs/runbook.md#{alert.name.lower()}",
+        },
     }
 
 
