@@ -18,6 +18,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to stand in, with what the command lines below name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ROLLMESH_LOG_JSON", "0")
+    # It would set logging up for this process, onto a stream that ends with the test.
+    monkeypatch.setattr("services.cli.configure_logging", lambda *_, **__: None)
     (tmp_path / "broken.toml").write_text("steps = \n")
     (tmp_path / "typed.toml").write_text('[trainer]\nlearning_rate = "fast"\n')
     (tmp_path / "taken").mkdir()

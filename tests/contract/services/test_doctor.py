@@ -1,0 +1,431 @@
+"""`rollmesh doctor` and the preflight of `up` with real parts: each planted fault is named, and what is well is not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from fastapi import FastAPI, Header, HTTPException
+from fastapi.responses import StreamingResponse
+from redis.asyncio import Redis
+
+from services.cli import ROLLMESH
+from services.doctor.running import examine_mesh
+from services.doctor.session import of_session
+from services.host import run_folder
+from services.http.app import make_app
+from services.policies.training.health import signs
+from services.run_store.client import connect
+from services.run_store.discovery import ServerRecord, ServiceRecord, ServiceRegistry
+from services.run_store.keys import RunKeys
+from services.security.keys import NO_PLACES, KeyPlaces, make_keys
+from services.security.tls import PUBLIC
+from services.wire.weights_api import EngineDigest, VerifyView, WeightEvent
+from tests.conftest import running_valkey
+from tests.support.mesh_command import run_command
+from tests.support.rollout_host import hosting, small_batch
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.served_app import served
+from tests.support.step_lines import step_metrics
+
+TASKS = """
+import itertools, time
+from clients.environments.base import Ended, Problem, problem_rng, split_of
+
+COUNTED = itertools.count()
+
+class Task:
+    def __init__(self, fault):
+        self.name, self.fault = "own", fault
+
+    def problem(self, split, index, seed):
+        if self.fault == "nondeterministic":
+            return Problem(split, index, prompt=f"{next(COUNTED)}=")
+        if self.fault == "slow":
+            time.sleep(0.3)
+        if self.fault == "splits-overlap":
+            return Problem(split, index, prompt=f"{index}=", solution="1")
+        numbers = problem_rng("own", split, index, seed)
+        while split_of(word := str(numbers.randrange(1 << 30))) != split:
+            pass
+        return Problem(split, index, prompt=f"{word}=", solution=word[0])
+
+    def start(self, problem):
+        return Episode(self.fault, problem)
+
+class Episode:
+    def __init__(self, fault, problem):
+        self.fault, self.problem, self.first_turn = fault, problem, problem.prompt
+
+    def respond(self, answer):
+        if self.fault == "fails":
+            return Ended(float(answer.text), success=True)
+        if self.fault == "equal-rewards":
+            return Ended(0.5, success=False)
+        return Ended(float(answer.text == self.problem.solution), success=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _logging_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that run in this process would set logging up for it, onto a stream that ends with the test."""
+    monkeypatch.setattr("services.cli.configure_logging", lambda *_, **__: None)
+
+
+def doctor(*arguments: str) -> list[dict[str, Any]]:
+    """What it finds, by the real command."""
+    done = run_command(["doctor", "--json", *arguments], deadline_s=120.0)
+    found: list[dict[str, Any]] = json.loads(done.out)
+    assert done.code == (1 if found else 0), done.err
+    for each in found:
+        assert each["cause"] and each["evidence"] and each["remedy"]
+    return found
+
+
+def ids(found: list[dict[str, Any]]) -> list[str]:
+    return [each["id"] for each in found]
+
+
+def checked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """What the preflight of `up` refuses."""
+    assert ROLLMESH.run(["up", "--check", *arguments]) == 2
+    refused: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return refused
+
+
+@pytest.mark.parametrize("task", ["running-sums", "guess-number"])
+def test_nothing_is_found_where_a_built_in_task_is_planned(task: str) -> None:
+    assert doctor("--task", task) == []
+
+
+@pytest.mark.parametrize("fault", ["fails", "nondeterministic", "equal-rewards", "slow", "splits-overlap", "none"])
+def test_a_fault_of_an_environment_is_named_before_anything_starts(
+    fault: str, tmp_path: Path, tiny_policy: Path
+) -> None:
+    (tmp_path / "own.py").write_text(TASKS)
+    found = doctor("--task", f"python:{tmp_path / 'own.py'}:Task?fault={fault}", f"model.path={tiny_policy}")
+    assert ids(found) == ([] if fault == "none" else [f"environment-{fault}"])
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_without_tokenizer_or_larger_than_memory_is_refused(
+    tmp_path: Path, tiny_policy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_policy, folder)
+    (folder / "tokenizer.json").unlink()
+    assert checked(capsys, f"model.path={folder}")["id"] == "tokenizer"
+    assert ids(doctor(f"model.path={folder}")) == ["tokenizer"], "once"
+    shutil.copy(tiny_policy / "tokenizer.json", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 120}
+    (folder / "config.json").write_text(json.dumps(config))
+    refused = checked(capsys, f"model.path={folder}")
+    assert refused["id"] == "memory"
+    assert "GiB of memory at the least" in refused["cause"]
+
+
+def test_a_port_in_use_a_full_disk_and_missing_keys_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert checked(capsys, f"telemetry.trainer_port={port}")["id"] == "port-in-use"
+        assert ids(doctor(f"telemetry.trainer_port={port}")) == ["port-in-use"]
+    make_keys(tmp_path / "keys")
+    (tmp_path / "keys" / "peer.key").unlink()
+    refused = checked(capsys, "--keys-dir", str(tmp_path / "keys"))
+    assert (refused["id"], "peer.key" in refused["cause"]) == ("keys", True)
+    monkeypatch.setattr(run_folder, "free_bytes", lambda path: 9 << 20)
+    refused = checked(capsys, "--run-dir", str(tmp_path / "run"))
+    assert (refused["id"], "9 MiB left" in refused["cause"]) == ("disk", True)
+
+
+def test_a_redis_that_evicts_or_keeps_nothing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running_valkey(tmp_path) as plan:
+        redis = Redis.from_url(plan.url)
+
+        async def configure(**settings: str) -> None:
+            for name, value in settings.items():
+                await redis.config_set(name, value)
+            await redis.aclose()
+
+        asyncio.run(configure(**{"maxmemory-policy": "allkeys-lru", "appendonly": "no"}))
+        assert checked(capsys, "--redis-url", plan.url)["id"] == "redis-evicts"
+        assert ids(doctor("--redis-url", plan.url, "seed=1")) == ["redis-evicts", "redis-persistence"]
+        asyncio.run(configure(**{"maxmemory-policy": "noeviction", "appendonly": "yes"}))
+        assert doctor("--redis-url", plan.url, "seed=1") == []
+    assert checked(capsys, "--redis-url", plan.url)["id"] == "redis-unreachable"
+
+
+@contextmanager
+def old_redis() -> Iterator[str]:
+    """Speaks just enough of the protocol to say that it is version 5."""
+    info = b"redis_version:5.0.7\r\nmaxmemory:0\r\nmaxmemory_policy:noeviction\r\n"
+
+    def answer(connection: socket.socket) -> None:
+        with connection, connection.makefile("rb") as lines:
+            words: list[bytes] = []
+            while line := lines.readline():
+                if line.startswith(b"*"):
+                    words, wanted = [], int(line[1:])
+                    continue
+                if line.startswith(b"$"):
+                    continue
+                words.append(line.strip().upper())
+                if len(words) == wanted:
+                    replies = {b"PING": b"+PONG\r\n", b"TIME": f"*2\r\n:{int(time.time())}\r\n:0\r\n".encode()}
+                    replies[b"INFO"] = b"$%d\r\n%s\r\n" % (len(info), info)
+                    connection.sendall(replies.get(words[0], b"-ERR unknown command\r\n"))
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+
+        def accept() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"redis://127.0.0.1:{listener.getsockname()[1]}/0"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_redis_that_is_too_old_is_refused_by_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with old_redis() as url:
+        refused = checked(capsys, "--redis-url", url)
+    assert refused["id"] == "redis-too-old"
+    assert "version 5.0" in refused["cause"]
+
+
+def test_a_transport_that_cannot_connect_is_named_and_its_bandwidth_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("nixl_cu12")
+    done = run_command(["transports", "--transport", "nixl", "--json"])
+    assert json.loads(done.out.splitlines()[-1])["bytes_per_s"] > 0, done.err
+    monkeypatch.setenv("UCX_TLS", "posix")
+    assert ids(doctor("seed=1")) == ["nixl-unusable"]
+    assert run_command(["transports", "--transport", "shm"]).code == 0
+
+
+# Of a run that runs: a real Valkey, and services that say what is planted.
+
+
+@asynccontextmanager
+async def announcing(redis: Redis, run_id: str, *records: ServiceRecord) -> AsyncIterator[None]:
+    """Keeps them alive in the registry; rollout servers sample a token for each that `running` says, in each second."""
+    registry, began = ServiceRegistry(redis, run_id), time.monotonic()
+
+    def now(record: ServiceRecord) -> ServiceRecord:
+        if not isinstance(record, ServerRecord):
+            return record
+        rate = record.sampled_tokens
+        return msgspec.structs.replace(record, sampled_tokens=round(rate * (time.monotonic() - began)))
+
+    async def announce() -> None:
+        while True:
+            await registry.announce([now(each) for each in records])
+            await asyncio.sleep(0.2)
+
+    task = asyncio.create_task(announce())
+    await asyncio.sleep(0)
+    await registry.announce([now(each) for each in records])
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+@asynccontextmanager
+async def nothing(app: FastAPI) -> AsyncIterator[None]:
+    yield
+
+
+def server(name: str, url: str, tokens_per_s: int = 0) -> ServerRecord:
+    return ServerRecord(
+        name=name, url=url, state="serving", model="m", policy_version=7, running=4, sampled_tokens=tokens_per_s
+    )
+
+
+def bus_app(*digests: str, lost: int = 0, key: str | None = None) -> FastAPI:
+    """A weight bus whose engines serve these digests; one of them was lost so often."""
+    app = make_app("weight-bus", "0", nothing, list)
+
+    @app.post("/v1/verify")
+    def verify(authorization: str | None = Header(default=None)) -> VerifyView:
+        if key is not None and authorization != f"Bearer {key}":
+            raise HTTPException(401)
+        engines = [EngineDigest(engine_id=f"s{n}", version=7, root_digest=each) for n, each in enumerate(digests)]
+        return VerifyView(version=7, root_digest="aa", engines=engines, match=len(set(digests)) == 1)
+
+    @app.get("/v1/events")
+    async def events() -> StreamingResponse:
+        async def lines() -> AsyncIterator[bytes]:
+            for number in range(lost):
+                event = WeightEvent(id=str(number), at=time.time(), kind="left", engine_id="s0")
+                yield f"data: {event.model_dump_json(exclude_none=True)}\n\n".encode()
+            await asyncio.sleep(60.0)
+
+        return StreamingResponse(lines(), media_type="text/event-stream")
+
+    return app
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    client = connect(redis_url)
+    yield client
+    await client.aclose()
+
+
+async def found_of(redis_url: str, run_id: str, keys: KeyPlaces = NO_PLACES) -> list[str]:
+    return [each.id for each in await examine_mesh(redis_url, run_id, keys, PUBLIC)]
+
+
+async def test_weights_that_diverged_and_leases_that_flap_are_named_and_a_whole_fleet_is_not(
+    redis: Redis, redis_url: str, run_id: str
+) -> None:
+    for number, (app, wanted) in enumerate(
+        [
+            (bus_app("aa", "aa"), []),
+            (bus_app("aa", "bb"), ["weights-diverged"]),
+            (bus_app("aa", "aa", lost=3), ["lease-flapping"]),
+        ]
+    ):
+        run = f"{run_id}-{number}"
+        async with served(app) as url:
+            record = ServiceRecord(name="weight-bus", kind="weight-bus", url=url)
+            async with announcing(redis, run, record):
+                assert await found_of(redis_url, run) == wanted
+
+
+async def test_a_wrong_key_is_named(redis: Redis, redis_url: str, run_id: str, tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    right = (tmp_path / "keys" / "admin.key").read_text().strip()
+    make_keys(tmp_path / "others")
+    (tmp_path / "others" / "redis.key").unlink()
+    (tmp_path / "keys" / "redis.key").unlink()
+    async with served(bus_app("aa", key=right)) as url:
+        async with announcing(redis, run_id, ServiceRecord(name="weight-bus", kind="weight-bus", url=url)):
+            assert await found_of(redis_url, run_id, KeyPlaces(tmp_path / "keys")) == []
+            assert await found_of(redis_url, run_id, KeyPlaces(tmp_path / "others")) == ["keys"]
+
+
+async def test_a_straggler_is_named(redis: Redis, redis_url: str, run_id: str) -> None:
+    async with served(make_app("rollout-server", "0", nothing, list)) as url:
+        records = [server("s0", url, 400), server("s1", url, 420), server("s2", url, 20)]
+        async with announcing(redis, run_id, *records):
+            found = await examine_mesh(redis_url, run_id, NO_PLACES, PUBLIC)
+    (only,) = found
+    assert only.id == "straggler"
+    assert only.cause.startswith("s2 is much slower")
+
+
+async def test_an_account_that_does_not_balance_and_a_service_that_is_gone_are_named(
+    redis: Redis, redis_url: str, run_id: str
+) -> None:
+    await redis.hset(RunKeys(run_id).accounts, mapping={"published": 3, "trained": 5})
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    async with announcing(redis, run_id, server("s0", nobody)):
+        assert sorted(await found_of(redis_url, run_id)) == ["account-wrong", "run-blocked"]
+
+
+async def test_a_conversation_that_goes_on_stays_one_segment_unless_its_template_rewrites_it(
+    redis_url: str, run_id: str, tiny_policy: Path, chat_policy: Path, tmp_path: Path
+) -> None:
+    rewriting = tmp_path / "rewriting"
+    shutil.copytree(chat_policy, rewriting)
+    template = rewriting / "chat_template.jinja"
+    template.write_text("{{ messages | length }} messages" + template.read_text())
+    for number, (model, wanted) in enumerate([(tiny_policy, []), (chat_policy, []), (rewriting, ["prefix-broken"])]):
+        run, settings = f"{run_id}-{number}", small_batch()
+        engine = ScriptedEngine(answer_length=2)
+        async with hosting(engine, redis_url=redis_url, run_id=run, model=model, settings=settings) as host:
+            async with httpx.AsyncClient() as http:
+                found = await of_session(http, "s0", host.url, None)
+            assert [each.id for each in found] == wanted
+            assert (await host.ledger.accounts()).published == 0
+            assert len(engine.requests) == 2
+
+
+class _OldClock(BaseHTTPRequestHandler):
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return super().date_time_string((timestamp or time.time()) - 300)
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+async def test_a_host_whose_clock_is_wrong_is_named(redis: Redis, redis_url: str, run_id: str) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _OldClock) as there:
+        threading.Thread(target=there.serve_forever, daemon=True).start()
+        record = ServiceRecord(name="trainer", kind="trainer", url=f"http://127.0.0.1:{there.server_address[1]}")
+        async with announcing(redis, run_id, record):
+            found = await examine_mesh(redis_url, run_id, NO_PLACES, PUBLIC)
+        there.shutdown()
+    (only,) = found
+    assert only.id == "clock-skew"
+    assert "trainer" in only.cause
+
+
+# Of a run's folder.
+
+
+def folder_of(root: Path, lines: list[bytes], log: str = "") -> Path:
+    (root / "logs").mkdir(parents=True)
+    (root / "config.toml").write_text("steps = 20\n")
+    (root / "run-id").write_text("r\n")
+    (root / "summary.json").write_text("{}")
+    (root / "metrics.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+    (root / "logs" / "trainer.log").write_text(log)
+    return root
+
+
+def test_a_runs_folder_tells_of_its_sicknesses(tmp_path: Path) -> None:
+    well = [step_metrics(step, success=0.5, logprob_gap_mean=1e-6) for step in range(1, 21)]
+    gap = step_metrics(21, success=0.5, logprob_gap_mean=0.4)
+    gap = msgspec.convert(msgspec.to_builtins(gap) | {"warnings": signs(None, gap, 1.0)}, type(gap))
+    encoded = [msgspec.json.encode(line) for line in well]
+    assert doctor(str(folder_of(tmp_path / "well", encoded))) == []
+    folder = folder_of(tmp_path / "ill", [*encoded, msgspec.json.encode(gap)], "RuntimeError: CUDA out of memory\n")
+    (folder / "summary.json").unlink()
+    assert ids(doctor(str(folder))) == ["logprob-gap", "out-of-memory", "run-failed"]
+
+
+def test_the_table_has_cause_evidence_and_remedy_in_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    folder = folder_of(tmp_path / "run", [], "RuntimeError: CUDA out of memory\n")
+    assert ROLLMESH.run(["doctor", str(folder)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("error     out-of-memory: trainer ran out of memory")
+    assert [line.split()[0] for line in lines if not line.startswith(" ")][:2] == ["error", "evidence"]
+    assert "docs/runbook.md#out-of-memory" in "".join(lines)
