@@ -123,13 +123,21 @@ async def _of_run(folder: RunFolder, keys: KeyPlaces) -> list[Finding]:
     from services.doctor.installation import in_thread_installation
     from services.doctor.running import examine_folder
     from services.host.run_folder import is_held
+    from services.wire.errors import RollmeshError
 
     found = [*await in_thread_installation(), *examine_folder(folder)]
     if not is_held(folder) or not folder.redis_url.is_file():
         return found
     url = folder.redis_url.read_text(encoding="utf-8").strip()
     run_id = folder.run_id.read_text(encoding="utf-8").strip()
-    return [*found, *await _of_mesh(url, run_id, keys)]
+    try:
+        of_mesh = await _of_mesh(url, run_id, keys)
+    except RollmeshError:
+        if is_held(folder):
+            raise
+        of_mesh = []
+    # It may have ended meanwhile, and its services with it.
+    return [*found, *of_mesh] if is_held(folder) else [*await in_thread_installation(), *examine_folder(folder)]
 
 
 async def _of_mesh(url: str, run_id: str | None, keys: KeyPlaces) -> list[Finding]:

@@ -99,7 +99,8 @@ async def examine_mesh(url: str, run_id: str, keys: KeyPlaces, trust: Trust) -> 
     return [
         *of_store(store),
         *of_clocks({"Redis' host": redis_ahead, **telling.result()}, "this host"),
-        *of_causes(report.causes, report.at),
+        # The services of a run that has concluded end one after the other.
+        *([] if queue is not None and queue.concluded else of_causes(report.causes, report.at)),
         *of_unread(report.unread),
         *of_account(
             snapshot.counted,

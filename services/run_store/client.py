@@ -24,7 +24,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from services.policies.diagnosis.finding import refuse, refused_as
-from services.policies.diagnosis.store import StoreFacts, of_store
+from services.policies.diagnosis.store import OLDEST, StoreFacts, of_store
 from services.run_store.patience import ANSWER_WITHIN_S, RETRY_WITHIN_S, Outage, PatientRetry
 from services.run_store.pipelining import PipeliningRedis
 from services.security.tls import PUBLIC, Trust
@@ -201,6 +201,13 @@ async def check_reachable(url: str, *, within_s: float = 0.0) -> None:
                     f"Redis at {shown} does not take the password ({error})",
                     "see --redis-password-file, or redis.key of --keys-dir",
                 ) from error
+            except ResponseError as error:
+                # Of before 6.0: it does not know how a connection begins now.
+                with refused_as("redis-too-old"):
+                    raise UsageError(
+                        f"what answers at {shown} is no Redis that a run can use ({error})",
+                        f"use Redis {OLDEST[0]}.{OLDEST[1]} or newer, or Valkey, or leave --redis-url out",
+                    ) from error
             except (RedisConnectionError, RedisTimeoutError, OSError) as error:
                 named = parse_qs(urlsplit(url).query).get(_AUTHORITY, [])
                 if (refused := Trust(Path(named[0]) if named else None).refusal(shown, error)) is not None:
