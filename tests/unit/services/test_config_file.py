@@ -84,7 +84,7 @@ def test_settings_that_do_not_go_together_are_refused(overrides: str, complaint:
         ("learning_rate=1", "the nearest known key is 'trainer.learning_rate'"),
         ("task=running-sum", "task = 'running-sum' cannot be: did you mean 'running-sums'?"),
         ("engine=tensorrt", "known: auto, torch, vllm"),
-        ("k=-1", "k = -1 cannot be: Input should be greater than or equal to 0"),
+        ("k=-1", "k = -1 cannot be: write 0 or more"),
         ("trainer.loss.anchor=behavior", "did you mean 'behaviour'?"),
         ("trainer=3", "'trainer' is a section, not a value"),
         ("k", "'k' is no override: write section.key=value"),
