@@ -1,6 +1,6 @@
 """A trial of a weight transport on this host: another process offers memory, this one reads it, and times that.
 
-trial ──starts──► `rollmesh transports --offer`: allocate, fill, export ──source (base64 of msgpack), a line──► read, compare
+trial ──starts──► `rollmesh transports --offer`: allocate, fill, export ──source, a line──► read, compare
 """
 
 from __future__ import annotations
