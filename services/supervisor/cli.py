@@ -95,6 +95,8 @@ def up(
     if resume is not None:
         if overrides or config is not None:
             raise UsageError("--resume goes on under the settings that the run began with", "leave other settings out")
+        if check:
+            raise UsageError("--check looks at a run that is new", "leave --resume or --check out")
         from services.supervisor.foreground import resume_in_foreground
 
         raise SystemExit(resume_in_foreground(resume, places, plain=plain))

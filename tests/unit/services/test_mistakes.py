@@ -69,6 +69,7 @@ MISTAKES = [
     ("up --config none.toml", "cannot read the configuration none.toml", "check the path"),
     ("up --config typed.toml --recipe smollm2", "--recipe and --config", "give one of them"),
     ("up --run-dir taken", "taken holds a run already", "choose another --run-dir"),
+    ("up --check --resume none", "--check looks at a run that is new", "leave --resume or --check out"),
     ("up --resume none", "none holds no run", "name its run folder"),
     ("up telemetry.trainer_port=USED", "cannot listen on 127.0.0.1:USED", "choose another port"),
     ("gateway --run-id a --port 70000", "'--port'", "less than or equal to 65535"),
