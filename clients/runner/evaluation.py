@@ -31,7 +31,7 @@ from clients.runner.text_episodes import Played
 from services.policies.training.evaluation import interval
 from services.wire.errors import CapacityError, ConflictError, NotReadyError, RollmeshError
 from services.wire.rollout_api import EvaluationAnswers, OpenGroup, SamplingBody
-from services.wire.run_metrics import EvaluationReport, TaskReport
+from services.wire.run_metrics import EvaluationReport, TaskReport, WorkProgress
 
 _log = structlog.get_logger()
 GROUP_SIZE = 32
@@ -95,6 +95,7 @@ async def evaluate_all(
     seed: int,
     runner_id: str | None,
     sessions_at_once: int,
+    answered: Callable[[int], None] = lambda _: None,
 ) -> Measured:
     """Answer the held-out problems of all tasks, at the same time. As `evaluate`."""
     room = asyncio.Semaphore(max(1, sessions_at_once // GROUP_SIZE))
@@ -113,6 +114,7 @@ async def evaluate_all(
                     limits=each.limits,
                     runner_id=runner_id,
                     room=room,
+                    answered=answered,
                 )
             )
             for each in tasks
@@ -151,10 +153,12 @@ async def evaluate(
     samples: int = 1,
     runner_id: str | None = None,
     room: asyncio.Semaphore | None = None,
+    answered: Callable[[int], None] = lambda _: None,
 ) -> Measured:
     """Answer held-out problems 0 … `problems` − 1, `samples` times each, greedily at temperature 0.
 
-    `task`: what it is called, None for the environment's name; `room`: for groups at once. An agent's episode that is lost
+    `task`: what it is called, None for the environment's name; `room`: for groups at once; `answered`: is told of so many
+    more answers. An agent's episode that is lost
     counts as not solved.
     """
     name = task or environment.name
@@ -177,7 +181,9 @@ async def evaluate(
                 wait_s=20.0,
                 runner=runner_id,
             )
-            return await _play(pool, environment, group, opening, limits, began.append)
+            played = await _play(pool, environment, group, opening, limits, began.append)
+        answered(len(group))
+        return played
 
     async with asyncio.TaskGroup() as playing:
         tasks = [playing.create_task(play(first, sample)) for sample in range(samples) for first in firsts]
@@ -330,6 +336,11 @@ class EvaluationRecord:
     def __init__(self, run_dir: Path) -> None:
         self._before = run_dir / "evaluation_before.json"
         self._report = run_dir / "evaluation.json"
+        self._progress = run_dir / "progress.json"
+
+    def write_progress(self, what: str, done: int, total: int) -> None:
+        """How far the evaluation is, for who watches the run."""
+        write_whole(self._progress, msgspec.json.encode(WorkProgress(what=what, done=done, total=total)))
 
     def read_before(self) -> Measured | None:
         if not self._before.exists():

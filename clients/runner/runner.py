@@ -55,6 +55,7 @@ from services.wire.errors import (
     RollmeshError,
 )
 from services.wire.rollout_api import GroupOpened
+from services.wire.run_metrics import AFTER, BEFORE
 
 _log = structlog.get_logger()
 FINAL_WEIGHTS_S = 60.0
@@ -160,7 +161,7 @@ async def _play_run(clients: Sequence[RolloutClient], plan: RunnerPlan, runner_i
         record = EvaluationRecord(plan.run_dir)
         before = record.read_before()
         if before is None:
-            before = await _evaluate(pool, playing, plan, runner_id)
+            before = await _evaluate(pool, playing, plan, runner_id, _Answers(record, BEFORE, playing, plan))
             record.write_before(before)
         _log.info("evaluated", when="before", **before.in_words())
 
@@ -170,7 +171,7 @@ async def _play_run(clients: Sequence[RolloutClient], plan: RunnerPlan, runner_i
         beside = PeriodicEvaluation(pool, plan.evaluation, measure)
         await _Players(pool, tasks, plan, beside).play_until_concluded()
         await _wait_for_final_weights(clients)
-        after = await _evaluate(pool, playing, plan, runner_id)
+        after = await _evaluate(pool, playing, plan, runner_id, _Answers(record, AFTER, playing, plan))
         record.write_report(before, after, plan.evaluation.samples)
         _log.info("evaluated", when="after", **after.in_words())
 
@@ -182,7 +183,27 @@ async def _evaluate_alone(clients: Sequence[RolloutClient], plan: RunnerPlan, ru
         EvaluationRecord(plan.run_dir).write_alone(as_told(measured, plan.evaluation, measured.first_version, began))
 
 
-async def _evaluate(pool: ServerPool, tasks: Sequence[TaskInPlay], plan: RunnerPlan, runner_id: str) -> Measured:
+class _Answers:
+    """Tells how many answers of an evaluation there are; called with how many more."""
+
+    def __init__(self, record: EvaluationRecord, what: str, tasks: Sequence[TaskInPlay], plan: RunnerPlan) -> None:
+        problems = sum(each.held_out(plan.evaluation.problems) for each in tasks)
+        self._record, self._what, self._total = record, what, problems * plan.evaluation.samples
+        self._done = 0
+        record.write_progress(what, 0, self._total)
+
+    def __call__(self, more: int) -> None:
+        self._done += more
+        self._record.write_progress(self._what, self._done, self._total)
+
+
+async def _evaluate(
+    pool: ServerPool,
+    tasks: Sequence[TaskInPlay],
+    plan: RunnerPlan,
+    runner_id: str,
+    answered: Callable[[int], None] = lambda _: None,
+) -> Measured:
     try:
         return await evaluate_all(
             pool,
@@ -191,6 +212,7 @@ async def _evaluate(pool: ServerPool, tasks: Sequence[TaskInPlay], plan: RunnerP
             seed=plan.seed,
             runner_id=runner_id,
             sessions_at_once=plan.concurrency * plan.group_size,
+            answered=answered,
         )
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from failed

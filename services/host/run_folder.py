@@ -10,7 +10,7 @@ runs/running-sums-…/
   model/           the policy the run started from   demonstrations/, redis/
   format           the number of this layout          run-id               its name in Redis and on the wire
                                                       redis-url            the Redis that carries it while it runs
-  tracking/        logging backends' own files
+  tracking/        logging backends' own files        progress.json        how far the start is
   lock             held by the `rollmesh up` that works in it
 """
 
@@ -57,6 +57,8 @@ class RunFolder:
         self.demonstrations = root / "demonstrations"
         self.redis = root / "redis"
         self.bus_state = root / "weight-bus.json"
+        self.progress = root / "progress.json"
+        """Of the warm start and of evaluations before and after training, while they are made."""
         self.format = root / "format"
         self.run_id = root / "run-id"
         self.redis_url = root / "redis-url"

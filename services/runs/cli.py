@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
@@ -259,19 +258,14 @@ def _read_samples(folder: RunFolder) -> Iterator[Sample]:
 def _show_sample(console: Console, sample: Sample) -> None:
     from rich.text import Text
 
+    from services.observability.terminal import HEAD, NOTE, as_text, sampled_text
+
     length = "" if sample.tokens is None else f" · {sample.tokens} tokens"
     versions = ", ".join(map(str, sample.versions))
     head = f"step {sample.step} · {sample.task} · reward {sample.reward:g}{length} · version {versions}"
-    console.print(Text(head, style="bold cyan"))
+    console.print(Text(as_text(head), style=HEAD))
     for segment in sample.segments:
         if segment.break_reason is not None:
-            console.print(Text(f"  a new segment: {segment.break_reason}", style="yellow"))
-        text = Text(segment.text)
-        at = 0
-        for span in segment.spans:
-            found = re.compile(re.escape(span.text)).search(segment.text, at) if span.text else None
-            if found is not None:
-                text.stylize("bold", found.start(), found.end())
-                at = found.end()
-        console.print(text)
+            console.print(Text(f"  a new segment: {as_text(segment.break_reason)}", style=NOTE))
+        console.print(sampled_text(segment, lines=True))
     console.print()

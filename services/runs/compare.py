@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from services.host.files import writing
-from services.runs.curves import Axis, Band, arms, banded, curve_of, differences, sparkline
+from services.observability.terminal import sparkline
+from services.runs.curves import Axis, Band, arms, banded, curve_of, differences
 from services.runs.listing import RunFiles
 from services.wire.errors import UsageError
 

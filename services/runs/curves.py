@@ -20,7 +20,6 @@ PLACES = 60
 """At which curves are read off."""
 SMOOTHED = 5
 """Steps whose mean a run's curve shows: single batches scatter."""
-_BLOCKS = "▁▂▃▄▅▆▇█"
 T = TypeVar("T")
 
 
@@ -97,12 +96,3 @@ def _read_off(curve: Curve, x: float) -> float:
         return curve.ys[-1]
     x0, x1, y0, y1 = curve.xs[at - 1], curve.xs[at], curve.ys[at - 1], curve.ys[at]
     return y1 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-
-
-def sparkline(values: Sequence[float], low: float, high: float, width: int) -> str:
-    """One character a place, from the lowest block at `low` to the full one at `high`."""
-    if not values:
-        return ""
-    picked = [values[round(i * (len(values) - 1) / max(1, width - 1))] for i in range(min(width, len(values)))]
-    span = high - low or 1.0
-    return "".join(_BLOCKS[max(0, min(7, round(7 * (value - low) / span)))] for value in picked)

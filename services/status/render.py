@@ -9,28 +9,28 @@ from rich.table import Table
 from rich.text import Text
 
 from services.observability.mesh_status.report import CauseView, MeshReport, ServiceView
+from services.observability.terminal import BAD, GOOD, NOTE
 
 _MOST_GROUPS = 8
-_GOOD, _BAD, _LIKELY = "green", "bold red", "yellow"
 
 
 def screen(report: MeshReport) -> RenderableType:
     """Everything of the report, the causes first."""
     if report.lost:
         why = f"Redis says nothing of run {report.run_id} ({report.unread[0]})"
-        return Text(f"{why}: the run has ended, or Redis is away", style=_BAD)
+        return Text(f"{why}: the run has ended, or Redis is away", style=BAD)
     parts: list[RenderableType] = [_head(report), *_causes(report), _services(report), _figures(report)]
-    parts += [Text(f"not read: {line}", style=_BAD) for line in report.unread]
+    parts += [Text(f"not read: {line}", style=BAD) for line in report.unread]
     return Group(*parts)
 
 
 def _head(report: MeshReport) -> Text:
     head = Text(f"run {report.run_id}", style="bold")
     if report.queue is not None and report.queue.concluded:
-        head.append("  concluded", style=_GOOD)
+        head.append("  concluded", style=GOOD)
     wait = report.trainer_waits
     if wait is not None:
-        head.append(f"\nthe trainer waits {report.at - wait.since:.1f} s for {wait.waiting_for}", style=_LIKELY)
+        head.append(f"\nthe trainer waits {report.at - wait.since:.1f} s for {wait.waiting_for}", style=NOTE)
     return head
 
 
@@ -42,7 +42,7 @@ def _causes(report: MeshReport) -> Sequence[Text]:
 
 def _cause(cause: CauseView, now: float) -> Text:
     begins = "because" if cause.sure else "starting" if cause.kind == "starting" else "likely because"
-    text = Text(f"  {begins}: {cause.what}", style=_BAD if cause.sure else _LIKELY)
+    text = Text(f"  {begins}: {cause.what}", style=BAD if cause.sure else NOTE)
     if cause.groups:
         shown = ", ".join(
             f"{group.ordinal} (open {now - group.opened_at:.0f} s, {group.finished} siblings finished)"
@@ -67,11 +67,11 @@ def _services(report: MeshReport) -> RenderableType:
 
 def _state(service: ServiceView, now: float) -> Text:
     if service.probe == "ready" and service.alive is not False:
-        return Text("ready", style=_GOOD)
+        return Text("ready", style=GOOD)
     state = service.probe.replace("_", " ") if service.probe != "ready" else "unheard"
     if service.alive is False:
         state += f", lease ran out, heard {now - service.last_heard:.0f} s ago"
-    return Text(": ".join([state, *service.reasons[:1]]), style=_BAD)
+    return Text(": ".join([state, *service.reasons[:1]]), style=BAD)
 
 
 def _figures(report: MeshReport) -> RenderableType:
@@ -86,7 +86,7 @@ def _figures(report: MeshReport) -> RenderableType:
         if trainer.effective_samples is not None:
             table.add_row("effective samples", f"{trainer.effective_samples:.2f}")
         for sign, words in trainer.warnings.items():
-            table.add_row("may not learn", Text(f"{sign}: {words}", style=_BAD))
+            table.add_row("may not learn", Text(f"{sign}: {words}", style=BAD))
         for name, one in trainer.tasks.items():
             if len(trainer.tasks) > 1 or one.skipped is not None:
                 figures = f"success {one.success:.1%}, reward {one.reward:.3g}, {one.response_length:.1f} tokens"
@@ -107,7 +107,7 @@ def _figures(report: MeshReport) -> RenderableType:
         table.add_row("queue", f"{queue.in_stream} trajectories in the stream, {queue.trained} trained")
         if queue.unaccounted or queue.corrected:
             balance = f"{queue.unaccounted} unaccounted for, {queue.corrected} corrected: Redis has lost something"
-            table.add_row("balance", Text(balance, style=_BAD if queue.unaccounted else _LIKELY))
+            table.add_row("balance", Text(balance, style=BAD if queue.unaccounted else NOTE))
         table.add_row("groups", f"{queue.open_groups} open, {queue.asking_groups} wait for admission")
     for wait in report.waits:
         if wait is not report.trainer_waits:

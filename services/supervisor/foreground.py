@@ -20,10 +20,11 @@ from services.config.settings import RunSettings
 from services.host.run_folder import RunFolder
 from services.security.keys import KeyPlaces
 from services.supervisor.devices import in_words
-from services.supervisor.live_view import MetricsTail, make_view
 from services.supervisor.mesh import Mesh
 from services.supervisor.preflight import Resolved, find_interrupted, preflight
 from services.supervisor.summary import closing_lines
+from services.supervisor.view.observer import MetricsTail
+from services.supervisor.view.views import make_view
 from services.wire.errors import RollmeshError, UsageError
 
 _NOTIFY_WITHIN_S = 30.0
@@ -53,7 +54,7 @@ async def _run(
     resolved = await resolving
     settings, folder, run_id = resolved.settings, resolved.folder, resolved.run_id
     received: list[signal.Signals] = []
-    with make_view(console, settings.steps, settings.k, plain=plain) as view:
+    with make_view(console, plain=plain) as view:
         view.say(
             f"run {run_id}: {settings.task_in_words}, seed {settings.seed}, {settings.engine} engine, in {folder.root}"
         )

@@ -280,7 +280,7 @@ def warm_start_commands(settings: RunSettings, folder: RunFolder) -> tuple[tuple
     cached = () if cache is None else ("--cache-dir", str(cache))
     written = ("--task", settings.task, "--seed", seed, "--out", str(folder.demonstrations))
     learned = ("--demonstrations", str(folder.demonstrations), "--seed", seed, "--out", str(folder.model))
-    how = ("--threads", str(threads), "--wait", str(DEMONSTRATIONS_WITHIN_S))
+    how = ("--threads", str(threads), "--wait", str(DEMONSTRATIONS_WITHIN_S), "--progress-file", str(folder.progress))
     return (("demonstrations", *written), ("sft", *learned, *cached, *how))
 
 

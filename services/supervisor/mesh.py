@@ -30,6 +30,7 @@ from services.host.files import remove_shm_files, shm_directory, shm_prefix, wri
 from services.host.process import missing_tunables
 from services.host.run_folder import RunFolder, free_bytes, held
 from services.policies.placement.place import Placement
+from services.policies.progress.phase import Part
 from services.run_store.client import connect, reached_by, without_password
 from services.run_store.evaluations import EvaluationStore
 from services.run_store.ledger import Ledger
@@ -37,12 +38,13 @@ from services.security.keys import NO_PLACES, KeyPlaces
 from services.security.tls import read_trust
 from services.supervisor.devices import NOWHERE, environments_here
 from services.supervisor.launch_plan import LaunchPlan, PortReservation, plan_launch, write_users
-from services.supervisor.live_view import Observer, View, read_engine
 from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper, Say, ServiceFailedError
 from services.supervisor.stopping import stop_trainer
 from services.supervisor.summary import Summary, flips_of, read_report, summarise, write_summary
+from services.supervisor.view.observer import Observer, read_engine
+from services.supervisor.view.views import View
 from services.wire.errors import UNDECODABLE, RollmeshError
-from services.wire.run_metrics import EvaluationReport, TrainerReport
+from services.wire.run_metrics import WARM_START, EvaluationReport, TrainerReport
 
 STOP_DEADLINE_S = 8.0
 TRACKING_STOP_DEADLINE_S = 20.0
@@ -125,7 +127,7 @@ class Mesh:
         self._keys = keys.read("supervisor")
         self._trust = read_trust(keys.tls)
         self._processes: MeshProcesses | None = None
-        self._starting: list[str] = []
+        self._missing: dict[str, str] = {}
         self._warm = asyncio.Event()
         """Set once there is a model folder."""
         self._began_at = began_at
@@ -242,9 +244,9 @@ class Mesh:
 
     async def _run_job(self, managed: ManagedProcess) -> None:
         began = time.monotonic()
-        self._starting.append(managed.name)
+        self._missing[managed.name] = ""
         await managed.run()
-        self._starting.remove(managed.name)
+        del self._missing[managed.name]
         self._view.say(f"{managed.name} done in {time.monotonic() - began:.1f} s")
 
     async def _run_trainer(
@@ -271,26 +273,46 @@ class Mesh:
             self._view.say(f"{error}: the run goes on; `rollmesh track {self._folder.root}` writes what is missing")
 
     async def _announce(self, name: str, url: str, http: httpx.AsyncClient) -> None:
-        self._starting.append(name)
+        def missing(what: str) -> None:
+            self._missing[name] = what
+
+        missing("")
         within_s = self._settings.rollout.start_timeout_s
         # Before there is a model nothing can load it: a warm start's time is not the server's.
-        await wait_for_http(name, url, within_s, http, self._view.say, begun=self._warm.is_set)
-        self._starting.remove(name)
+        await wait_for_http(name, url, within_s, http, self._view.say, begun=self._warm.is_set, missing=missing)
+        del self._missing[name]
         self._view.say(f"{name} is ready at {url}")
 
     async def _show(self, plan: LaunchPlan, redis: Redis, http: httpx.AsyncClient) -> None:
         observer = Observer(
             began_at=self._began_at,
-            metrics=self._folder.metrics,
-            evaluated=self._folder.evaluation_before,
+            steps=self._settings.steps,
+            k=self._settings.k,
+            folder=self._folder,
             run_id=self._run_id,
             redis=redis,
             http=http,
             urls=plan.server_urls,
         )
         while True:
-            self._view.show(await observer.collect(tuple(self._starting)))
+            self._view.show(await observer.collect(self._start(plan)))
             await asyncio.sleep(SHOW_EVERY_S)
+
+    def _start(self, plan: LaunchPlan) -> list[Part]:
+        """What the start of the run consists of, and what is missing of each."""
+        servers = [spec.name for spec in plan.servers]
+        named = {
+            WARM_START: [spec.name for spec in plan.warm_start],
+            "servers": servers,
+            "services": [name for name, _ in _named_urls(plan) if name not in servers],
+        }
+        parts = []
+        for part, names in named.items():
+            missing = [name for name in names if name in self._missing]
+            now = "; ".join(f"{name}: {self._missing[name]}" if self._missing[name] else name for name in missing)
+            if names:
+                parts.append(Part(part, len(names) - len(missing), len(names), now))
+        return parts
 
     async def _watch_disk(self) -> None:
         while True:
@@ -384,9 +406,10 @@ async def wait_for_http(
     clock: Clock = MONOTONIC,
     *,
     begun: Callable[[], bool] = lambda: True,
+    missing: Say = lambda _: None,
 ) -> None:
-    """Until `GET {url}/readyz` answers 200; every TELL_EVERY_S `say` is told what is missing. The deadline counts from when
-    `begun` says that it can become ready at all.
+    """Until `GET {url}/readyz` answers 200; `missing` is told what is missing, every TELL_EVERY_S `say` is. The deadline
+    counts from when `begun` says that it can become ready at all.
 
     Raises ServiceFailedError, naming what is still missing, after the deadline.
     """
@@ -396,22 +419,23 @@ async def wait_for_http(
             response = await http.get(f"{url}/readyz", timeout=5.0)
             if response.status_code == 200:
                 return
-            missing = "; ".join(msgspec.json.decode(response.content, type=_Reasons).not_ready)
+            why = "; ".join(msgspec.json.decode(response.content, type=_Reasons).not_ready)
         except httpx.TransportError as error:
-            missing = f"nothing answers ({type(error).__name__})"
+            why = f"nothing answers yet ({type(error).__name__})"
         except UNDECODABLE:
-            missing = f"it answers {response.status_code}"
+            why = f"it answers {response.status_code}"
+        missing(why)
         now = clock.now()
         if not begun():
             since = now
         if now - since > deadline_s:
             raise ServiceFailedError(
-                f"{name} was not ready after {deadline_s:g} s ({missing})",
+                f"{name} was not ready after {deadline_s:g} s ({why})",
                 f"see its log, {url}; rollout.start_timeout_s gives it longer",
             )
         if now - told >= TELL_EVERY_S:
             told = now
-            say(f"{name} is not ready after {now - began:.0f} s, it has {deadline_s:g} s: {missing}")
+            say(f"{name} is not ready after {now - began:.0f} s, it has {deadline_s:g} s: {why}")
         await clock.pause(_POLL_S)
 
 

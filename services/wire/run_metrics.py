@@ -1,4 +1,5 @@
-"""Training metrics in a run's folder: a line of metrics.jsonl or samples.jsonl, trainer_report.json and evaluation.json.
+"""Training metrics in a run's folder: a line of metrics.jsonl or samples.jsonl, trainer_report.json, evaluation.json and
+progress.json.
 
 Written by the trainer and the environment runner; read by the trainer's /metrics, the live view, the summary,
 `rollmesh runs`, `compare` and `samples`, and the benchmarks.
@@ -262,6 +263,17 @@ class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Published trajectories that were never trained, by cause."""
     warnings: dict[str, int] = {}
     """Steps with a sign that the run cannot learn, by kind."""
+
+
+class WorkProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """`progress.json`: how far the warm start, or an evaluation before or after training, is. `what`: which."""
+
+    what: str
+    done: int
+    total: int
+
+
+WARM_START, BEFORE, AFTER = "warm start", "evaluation before training", "evaluation after training"
 
 
 class TaskReport(msgspec.Struct, frozen=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -56,6 +58,15 @@ def test_an_example_that_is_shown_whole_is_its_file() -> None:
     shown = text.partition("```python\n")[2].partition("```")[0]
     file = (ROOT / "docs" / "examples" / "letters.py").read_text(encoding="utf-8")
     assert shown == file[file.index("from clients") :]
+
+
+def test_the_pictures_of_the_live_view_are_what_their_script_draws(tmp_path: Path) -> None:
+    images = ROOT / "docs" / "images"
+    subprocess.run([sys.executable, images / "live_view.py", tmp_path], check=True, timeout=60)
+    for name in ("live-view-80.svg", "live-view-160.svg"):
+        drawn = (tmp_path / name).read_text(encoding="utf-8")
+        assert drawn == (images / name).read_text(encoding="utf-8"), "python docs/images/live_view.py draws them anew"
+        assert "@font-face" not in drawn
 
 
 def test_relative_links_of_the_docs_lead_somewhere() -> None:

@@ -7,14 +7,18 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import structlog
 import typer
 
 from services.config.options import overrides_of
+from services.host.files import write_whole
 from services.wire.errors import UsageError
+from services.wire.run_metrics import WARM_START, WorkProgress
 from trainer.sft.display import Display
 
 if TYPE_CHECKING:
+    from services.wire.demonstrations import Recipe
     from trainer.sft.train import Progress
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -67,6 +71,9 @@ def sft(
     wait: Annotated[
         float, typer.Option(min=0.0, metavar="S", help="Seconds to wait for demonstrations that are being written")
     ] = 0,
+    progress_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Of demonstrations: write how far it is here")
+    ] = None,
 ) -> None:
     if (demonstrations is None) == (data is None):
         raise UsageError("sft learns from --data or from --demonstrations", "give one of them")
@@ -85,9 +92,15 @@ def sft(
             cache_dir,
             _THREADS if threads is None else threads,
             wait,
+            progress_file,
         )
         return
-    of_warm_starts = {"--cache-dir": cache_dir, "--threads": threads, "--wait": wait or None}
+    of_warm_starts = {
+        "--cache-dir": cache_dir,
+        "--threads": threads,
+        "--wait": wait or None,
+        "--progress-file": progress_file,
+    }
     for name, value in of_warm_starts.items():
         if value is not None:
             remedy = "set trainer.threads" if name == "--threads" else "leave it out"
@@ -139,7 +152,13 @@ def _from_data(model: Path, data: Path, out: Path, config: Path | None, override
 
 
 def _from_demonstrations(
-    demonstrations: Path, out: Path, seed: int, cache_dir: Path | None, threads: int, wait: float
+    demonstrations: Path,
+    out: Path,
+    seed: int,
+    cache_dir: Path | None,
+    threads: int,
+    wait: float,
+    progress_file: Path | None,
 ) -> None:
     from trainer.sft.cache import default_cache_dir, deliver, is_delivered, is_empty, keep, take_cached, warm_start_key
     from trainer.sft.data import folder_digest, is_written, read_recipe, wait_until_written
@@ -166,7 +185,13 @@ def _from_demonstrations(
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(threads)
     with Display() as display, tempfile.TemporaryDirectory() as scratch:
-        model = warm_start(demonstrations, recipe, seed, lambda progress: _show(display, progress))
+
+        def told(progress: Progress) -> None:
+            _show(display, progress)
+            if progress_file is not None:
+                write_whole(progress_file, msgspec.json.encode(_in_all(recipe, progress)))
+
+        model = warm_start(demonstrations, recipe, seed, told)
         made = Path(scratch) / "model"
         save_policy(model, made)
         deliver(made, key, out)
@@ -179,6 +204,14 @@ def _import_libraries() -> None:
 
     with heavy_imports():
         import trainer.sft.train  # noqa: F401
+
+
+def _in_all(recipe: Recipe, progress: Progress) -> WorkProgress:
+    """Steps of all phases; one that reached its bar early counts whole."""
+    names = [phase.name for phase in recipe.phases]
+    before = sum(phase.steps for phase in recipe.phases[: names.index(progress.phase)])
+    total = sum(phase.steps for phase in recipe.phases)
+    return WorkProgress(what=WARM_START, done=before + progress.step, total=total)
 
 
 def _show(display: Display, progress: Progress) -> None:

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.host.run_folder import RunFolder, held
-from services.runs.curves import Curve, arms, banded, curve_of, differences, sparkline
+from services.observability.terminal import sparkline
+from services.runs.curves import Curve, arms, banded, curve_of, differences
 from services.wire.run_metrics import EvaluationReport, Sample, SampledSegment, SampledSpan
 from tests.support.step_lines import step_metrics
 
@@ -165,3 +166,6 @@ def test_a_band_lies_round_its_mean_and_within_its_runs(runs: list[list[float]])
 def test_a_sparkline_rises_with_its_values() -> None:
     assert sparkline([0.0, 0.5, 1.0], 0.0, 1.0, 3) == "▁▅█"
     assert sparkline([], 0.0, 1.0, 3) == ""
+    assert sparkline([0.0, 0.5, 1.0], 0.0, 1.0, 30) == "▁▅█", "the last one is there, however much room there is"
+    assert sparkline([0.0, 0.2, 0.5, 0.8, 1.0], 0.0, 1.0, 3) == "▁▅█"
+    assert sparkline([0.0, float("nan"), float("inf"), 1.0], 0.0, 1.0, 9) == "▁  █"

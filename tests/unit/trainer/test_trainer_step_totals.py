@@ -19,7 +19,7 @@ from services.observability.catalog import (
     TRAINER_TOKENS,
 )
 from services.policies.length_stats import Lengths
-from services.supervisor.live_view import MetricsTail
+from services.supervisor.view.observer import MetricsTail
 from services.wire.run_metrics import StepMetrics, TaskOutcome, TrainerReport
 from tests.support.step_lines import step_line, step_metrics
 from trainer.metrics.exporter import RECENT_STEPS, StepTotals

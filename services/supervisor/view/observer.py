@@ -1,0 +1,195 @@
+"""Observer: takes snapshots of a run from the files of its folder, the wait board and each engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import msgspec
+from pydantic import ValidationError
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from services.host.files import LineTail
+from services.host.run_folder import RunFolder
+from services.policies.progress.bottleneck import Bound, Load, find_bound
+from services.policies.progress.phase import LOOKED_BACK, Part, phase_of
+from services.run_store.evaluations import EvaluationStore
+from services.run_store.status import Wait, read_waits
+from services.supervisor.view.snapshot import History, Snapshot
+from services.wire.errors import UNDECODABLE
+from services.wire.rollout_api import EngineReport, Evaluation
+from services.wire.run_metrics import (
+    AFTER,
+    BEFORE,
+    WARM_START,
+    Sample,
+    StepMetrics,
+    WorkProgress,
+    decode_step_metrics,
+)
+
+LOOKS = 40
+"""At engines, that what bounds a run is judged by: the last 20 s."""
+
+
+class MetricsTail:
+    """Reads a growing `metrics.jsonl` from where it stopped last time."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = LineTail(path)
+        self.latest: StepMetrics | None = None
+        self.recent: deque[StepMetrics] = deque(maxlen=LOOKED_BACK)
+        self.history = History()
+
+    def read(self) -> StepMetrics | None:
+        """The newest whole line, or None before the first."""
+        for line in map(decode_step_metrics, self._tail.new_lines()):
+            if line is not None:
+                self.latest = line
+                self.recent.append(line)
+                self.history.add(line)
+        return self.latest
+
+
+class _SampleTail:
+    """The newest rollout of a growing `samples.jsonl`."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = LineTail(path)
+        self._latest: Sample | None = None
+
+    def read(self) -> Sample | None:
+        if lines := self._tail.new_lines():
+            self._latest = read_sample(lines[-1]) or self._latest
+        return self._latest
+
+
+class Observer:
+    """Takes snapshots. A part that cannot be read at the moment is left out, for the view must not end a run."""
+
+    def __init__(
+        self,
+        *,
+        began_at: float,
+        steps: int,
+        k: int,
+        folder: RunFolder,
+        run_id: str,
+        redis: Redis,
+        http: httpx.AsyncClient,
+        urls: Sequence[str],
+    ) -> None:
+        """`began_at` in Unix seconds; `urls`: of the rollout servers."""
+        self._began_at, self._steps, self._k = began_at, steps, k
+        self._folder = folder
+        self._metrics = MetricsTail(folder.metrics)
+        self._samples = _SampleTail(folder.samples)
+        self._run_id, self._redis, self._http, self._urls = run_id, redis, http, urls
+        self._looks: deque[tuple[bool, bool]] = deque(maxlen=LOOKS)
+
+    async def collect(self, starting: Sequence[Part] = ()) -> Snapshot:
+        """`starting`: what the run consists of when it starts."""
+        engines, waits, evaluation = await asyncio.gather(self._engines(), self._waits(), self._evaluation())
+        metrics, now = self._metrics.read(), time.time()
+        progress = _read_progress(self._folder.progress)
+        answers = None
+        if progress is not None and progress.what in (BEFORE, AFTER):
+            answers = Part(progress.what, progress.done, progress.total)
+        phase = phase_of(
+            [_warming(part, progress) for part in starting],
+            step=0 if metrics is None else metrics.step,
+            steps=self._steps,
+            evaluated_before=self._folder.evaluation_before.exists(),
+            answers=answers,
+            trainer_waits="trainer" in waits,
+        )
+        if phase.name == "training" and metrics is not None and engines:
+            generating = any(engine.running for engine in engines)
+            self._looks.append((generating, any(engine.admission_waiting for engine in engines)))
+        return Snapshot(
+            steps=self._steps,
+            k=self._k,
+            at=now,
+            elapsed_s=now - self._began_at,
+            phase=phase,
+            metrics=metrics,
+            history=self._metrics.history,
+            engines=engines,
+            waits=waits,
+            evaluation=evaluation,
+            sample=self._samples.read(),
+            bound=bound_of(self._metrics.recent, self._looks, self._k) if phase.name == "training" else None,
+        )
+
+    async def _engines(self) -> list[EngineReport]:
+        reports = await asyncio.gather(*(read_engine(self._http, url) for url in self._urls))
+        return [report for report in reports if report is not None]
+
+    async def _waits(self) -> dict[str, Wait]:
+        try:
+            async with asyncio.timeout(1.0):
+                return await read_waits(self._redis, self._run_id)
+        except (RedisError, OSError, TimeoutError):
+            return {}
+
+    async def _evaluation(self) -> Evaluation | None:
+        try:
+            async with asyncio.timeout(1.0):
+                return next(reversed(await EvaluationStore(self._redis, self._run_id).read()), None)
+        except (RedisError, OSError, TimeoutError):
+            return None
+
+
+def bound_of(recent: Collection[StepMetrics], looks: Collection[tuple[bool, bool]], k: int) -> Bound | None:
+    """What bounds a run, by its last steps and looks at its engines: whether any generated, whether groups waited."""
+    took = sum(line.step_ms for line in recent)
+    if not took or not looks:
+        return None
+    return find_bound(
+        Load(
+            steps=len(recent),
+            waited=sum(line.wait_ms for line in recent) / took,
+            published=sum(line.publish_ms for line in recent) / took,
+            looks=len(looks),
+            generating=sum(generating for generating, _ in looks) / len(looks),
+            held_back=sum(held for _, held in looks) / len(looks),
+            k=k,
+        )
+    )
+
+
+def _read_progress(path: Path) -> WorkProgress | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=WorkProgress)
+    except (OSError, *UNDECODABLE):
+        return None
+
+
+def _warming(part: Part, progress: WorkProgress | None) -> Part:
+    """The warm start with what its last job has done so far."""
+    if part.name != WARM_START or part.ended or progress is None or progress.what != WARM_START:
+        return part
+    return replace(part, done=part.done + min(1.0, progress.done / max(1, progress.total)))
+
+
+def read_sample(line: bytes) -> Sample | None:
+    """A line of samples.jsonl; None for one that cannot be read."""
+    try:
+        return msgspec.json.decode(line, type=Sample)
+    except UNDECODABLE:
+        return None
+
+
+async def read_engine(http: httpx.AsyncClient, url: str) -> EngineReport | None:
+    """`GET /engine`, or None while the server cannot answer it."""
+    try:
+        response = await http.get(f"{url}/engine", timeout=2.0)
+        return EngineReport.model_validate_json(response.content) if response.status_code == 200 else None
+    except (httpx.HTTPError, ValidationError):
+        return None
