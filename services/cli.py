@@ -146,6 +146,7 @@ COMMANDS = {
     "up": Command("services.supervisor.cli:app", "Run the whole mesh on this machine and train a model", _TRAIN),
     "sft": Command("trainer.sft.cli:app", "Train a model on chats, answers or tokens (supervised)", _TRAIN),
     "eval": Command("services.supervisor.cli:eval_app", "Measure a policy on held-out problems", _TRAIN),
+    "serve": Command("services.supervisor.cli:serve_app", "Serve a model to agents, without a trainer", _TRAIN),
     "export": Command("trainer.cli:export_app", "Write a run's policy as a Hugging Face folder", _TRAIN),
     "models": Command("trainer.fetch.cli:app", "Fetch a model by its name", _TRAIN),
     "formula": Command("trainer.cli:formula_app", "Print the loss and the advantage that settings compute", _TRAIN),

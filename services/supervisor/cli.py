@@ -16,6 +16,7 @@ from services.wire.errors import UsageError
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 prepare_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 eval_app = typer.Typer(add_completion=False, rich_markup_mode=None)
+serve_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 play_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 redis_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -154,6 +155,49 @@ def evaluate(
     from services.supervisor.evaluate import Asked, evaluate_in_foreground
 
     raise SystemExit(evaluate_in_foreground(Asked(checkpoint, at, overrides), as_json=as_json))
+
+
+@serve_app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    help="Serve a model to agents: a Redis, the weight bus, rollout servers and the gateway, in the foreground, without a "
+    "trainer. Prints the addresses and a call to try. Settings (docs/configuration.md) may follow.\n\n"
+    "Exit code 130 after Ctrl-C, 1 where a service gave up, 2 for misuse.\n\n"
+    "\b\nExamples:\n"
+    "  rollmesh serve smollm2-135m --servers 2\n"
+    "  rollmesh serve models/mine --engine vllm --port 8001 rollout.temperature=0.7",
+)
+def serve(
+    context: typer.Context,
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face folder, or a name (`rollmesh models`)")],
+    servers: Annotated[int, typer.Option(min=1, metavar="N", help="Rollout servers")] = 1,
+    engine: Annotated[str | None, typer.Option(metavar="NAME", help="auto (default), torch or vllm")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Of the gateway; 0: any")] = 8000,
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of logs and configuration (default runs/serve-<time>)")
+    ] = None,
+    redis_url: Annotated[str | None, typer.Option(metavar="URL", help="A Redis of yours; default: embedded")] = None,
+    keys_dir: options.KeysDir = None,
+    redis_password_file: options.RedisPasswordFile = None,
+    tls_dir: options.TlsDir = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings as TOML; flags go before it")] = None,
+) -> None:
+    from services.config.load import load_settings
+
+    flags = {
+        "model.path": json.dumps(str(model)),
+        "servers": servers,
+        "engine": None if engine is None else json.dumps(engine),
+        "run_dir": None if run_dir is None else json.dumps(str(run_dir)),
+        "redis_url": None if redis_url is None else json.dumps(redis_url),
+        "gateway.enabled": '"always"',
+    }
+    overrides = [f"{key}={value}" for key, value in flags.items() if value is not None]
+    settings = load_settings(config, [*overrides, *overrides_of(context.args)])
+
+    from services.supervisor.serve import serve_in_foreground
+
+    places = KeyPlaces(keys_dir, redis_password_file, tls_dir)
+    raise SystemExit(serve_in_foreground(settings, places, port=port))
 
 
 @prepare_app.command(

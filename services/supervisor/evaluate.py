@@ -10,7 +10,6 @@ import json
 import signal
 import sys
 import tempfile
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,14 +24,14 @@ from services.host.commands import OURS
 from services.host.files import shm_directory, shm_prefix, write_whole
 from services.host.process import missing_tunables
 from services.host.run_folder import RunFolder
-from services.run_store.client import connect
 from services.run_store.evaluations import evaluation_of
 from services.security.keys import NO_PLACES
 from services.supervisor.devices import environments_here
 from services.supervisor.launch_plan import LaunchPlan, PortReservation, plan_launch
-from services.supervisor.mesh import REDIS_DEADLINE_S, STOP_DEADLINE_S, first_cause, wait_for_redis
+from services.supervisor.mesh import STOP_DEADLINE_S
+from services.supervisor.plane import run_plane, until_stopped
 from services.supervisor.preflight import preflight
-from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper
+from services.supervisor.processes import ManagedProcess, Reaper
 from services.wire.errors import RollmeshError, UsageError
 from services.wire.rollout_api import Evaluation, EvaluationAnswers
 
@@ -52,7 +51,7 @@ def evaluate_in_foreground(asked: Asked, *, as_json: bool) -> int:
     """Measure and print; returns the exit code. Raises RollmeshError."""
     say = Console(stderr=True, soft_wrap=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="rollmesh-eval-") as scratch:
-        evaluation = asyncio.run(_until_stopped(asked, Path(scratch), say))
+        evaluation = asyncio.run(until_stopped(_measure(asked, Path(scratch), say)))
     if isinstance(evaluation, signal.Signals):
         return 128 + evaluation
     if as_json:
@@ -79,26 +78,6 @@ def _lines(found: Evaluation) -> list[str]:
     }
     widest = max(map(len, rows))
     return [f"{name:{widest}}  {value}" for name, value in rows.items()]
-
-
-async def _until_stopped(asked: Asked, scratch: Path, say: Console) -> Evaluation | signal.Signals:
-    """The signal that stopped it, where one did: nothing of it runs any more then."""
-    measuring = asyncio.create_task(_measure(asked, scratch, say))
-    received: list[signal.Signals] = []
-
-    def on_signal(which: signal.Signals) -> None:
-        received.append(which)
-        measuring.cancel()
-
-    loop = asyncio.get_running_loop()
-    for which in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(which, on_signal, which)
-    try:
-        return await measuring
-    except asyncio.CancelledError:
-        if not received:
-            raise
-        return received[0]
 
 
 async def _measure(asked: Asked, scratch: Path, say: Console) -> Evaluation:
@@ -171,32 +150,16 @@ def _run_of(path: Path) -> tuple[RunFolder, str | None]:
     )
 
 
-async def _stop(*ranks: list[ManagedProcess]) -> None:
-    for rank in ranks:
-        await asyncio.gather(*(managed.stop(STOP_DEADLINE_S) for managed in rank))
-
-
 async def _play(plan: LaunchPlan, folder: RunFolder, reaper: Reaper, say: Console) -> Evaluation:
-    def manage(spec: ProcessSpec | None) -> list[ManagedProcess]:
-        return [] if spec is None else [ManagedProcess(spec, folder.logs, reaper, say.print)]
+    environment = ManagedProcess(plan.environment, folder.logs, reaper, say.print)
 
-    valkey, environment = manage(plan.valkey), manage(plan.environment)
-    services = [*(one for spec in plan.servers for one in manage(spec)), *manage(plan.gateway), *manage(plan.rewards)]
-    try:
-        async with AsyncExitStack() as stack:
-            redis = connect(plan.redis_url)
-            stack.push_async_callback(redis.aclose)
-            async with asyncio.TaskGroup() as tasks:
-                lasting = [tasks.create_task(each.run()) for each in valkey]
-                await wait_for_redis(redis, REDIS_DEADLINE_S)
-                lasting += [tasks.create_task(each.run()) for each in services]
-                await asyncio.wait([tasks.create_task(each.run()) for each in environment])
-                for task in lasting:
-                    task.cancel()
-    except BaseExceptionGroup as failed:
-        raise first_cause(failed) from failed
-    finally:
-        await to_its_end(_stop(environment, services, valkey))
+    async def play() -> None:
+        try:
+            await environment.run()
+        finally:
+            await to_its_end(environment.stop(STOP_DEADLINE_S))
+
+    await run_plane(plan, folder, reaper, say.print, play)
     try:
         return evaluation_of(EvaluationAnswers.model_validate_json(folder.evaluation.read_bytes()))
     except (OSError, ValueError) as error:

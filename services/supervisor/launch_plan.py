@@ -359,11 +359,21 @@ class PortReservation:
     def __init__(self) -> None:
         self._held: list[socket.socket] = []
 
-    def reserve(self) -> int:
-        """A port that nobody uses."""
+    def reserve(self, port: int = 0) -> int:
+        """A port that nobody uses, or this one. Raises UsageError where somebody uses it."""
         holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        # Bound without the option: the kernel then picks a port that no one else has any claim to.
-        holder.bind((LOOPBACK, 0))
+        if port:
+            # Connections that ended a moment ago keep nobody from it.
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            # Any port is bound without the option: the kernel then picks one that no one else has any claim to.
+            holder.bind((LOOPBACK, port))
+        except OSError as error:
+            holder.close()
+            raise UsageError(
+                f"cannot listen on {LOOPBACK}:{port} ({error.strerror})",
+                "choose another port, or stop the process that uses it",
+            ) from error
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         port = int(holder.getsockname()[1])
         if sys.platform == "linux":
@@ -372,9 +382,10 @@ class PortReservation:
             holder.close()
         return port
 
-    def of_mesh(self, servers: int) -> MeshPorts:
-        """All ports of a mesh with so many rollout servers."""
-        redis, bus, gateway, rewards, teacher, *others = (self.reserve() for _ in range(5 + servers))
+    def of_mesh(self, servers: int, gateway: int = 0) -> MeshPorts:
+        """All ports of a mesh with so many rollout servers. `gateway`: its port, where it is given one."""
+        gateway = self.reserve(gateway)
+        redis, bus, rewards, teacher, *others = (self.reserve() for _ in range(4 + servers))
         return MeshPorts(redis=redis, bus=bus, gateway=gateway, rewards=rewards, servers=tuple(others), teacher=teacher)
 
     def __enter__(self) -> PortReservation:

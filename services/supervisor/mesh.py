@@ -217,7 +217,7 @@ class Mesh:
                         write_whole(self._folder.redis_url, f"{redis_url}\n".encode())
                     self._view.say(f"see how it is: rollmesh status --redis-url {redis_url}")
                     lasting += [tasks.create_task(managed.run()) for managed in processes.services]
-                    lasting += [tasks.create_task(self._announce(*named, http)) for named in _named_urls(plan)]
+                    lasting += [tasks.create_task(self._announce(*named, http)) for named in named_urls(plan)]
                     lasting.append(tasks.create_task(self._show(plan, redis, http)))
                     if processes.tracking is not None:
                         lasting.append(tasks.create_task(self._track(processes.tracking)))
@@ -304,7 +304,7 @@ class Mesh:
         named = {
             WARM_START: [spec.name for spec in plan.warm_start],
             "servers": servers,
-            "services": [name for name, _ in _named_urls(plan) if name not in servers],
+            "services": [name for name, _ in named_urls(plan) if name not in servers],
         }
         parts = []
         for part, names in named.items():
@@ -355,7 +355,8 @@ class Mesh:
         await stop_trainer(managed, settings.trainer.stop_timeout_s, self._folder, settings.model.path, self._view.say)
 
 
-def _named_urls(plan: LaunchPlan) -> list[tuple[str, str]]:
+def named_urls(plan: LaunchPlan) -> list[tuple[str, str]]:
+    """Name and address of every service that answers HTTP."""
     named = [(plan.bus.name, plan.bus_url)]
     named += [(spec.name, url) for spec, url in zip(plan.servers, plan.server_urls, strict=True)]
     if plan.gateway is not None and plan.gateway_url is not None:

@@ -102,9 +102,15 @@ class Resolved:
 
 
 async def preflight(
-    settings: RunSettings, keys: KeyPlaces, *, trainer: bool = True, only_look: bool = False
+    settings: RunSettings,
+    keys: KeyPlaces,
+    *,
+    trainer: bool = True,
+    label: str | None = None,
+    only_look: bool = False,
 ) -> Resolved:
-    """See whether a mesh of these settings can be started, and make its run folder. `trainer`: whether it has one.
+    """See whether a mesh of these settings can be started, and make its run folder. `trainer`: whether it has one. `label`:
+    what its run id begins with, in place of the task's.
 
     `only_look`: nothing is made, and no model fetched: of one that is known by its name alone, nothing is said.
 
@@ -143,7 +149,7 @@ async def preflight(
     if engine == "vllm" and share is not None:
         settings = with_share(settings, share)
         found["rollout.vllm.gpu_memory_utilization"] = "what the trainer leaves of the GPU that they share"
-    run_id = new_run_id("mixture" if settings.tasks else parse_task(settings.task).label)
+    run_id = new_run_id(label or ("mixture" if settings.tasks else parse_task(settings.task).label))
     root = (settings.run_dir or Path("runs") / run_id).expanduser().absolute()
     with refused_as("disk"):
         folder = make_run_folder(root)
