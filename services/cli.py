@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
+from typing import Annotated, Any
 
 import structlog
 import typer
@@ -21,7 +22,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from services.host.cores import keep_to_cores
 from services.host.process import collect_seldom, leave_quickly
 from services.observability.logging import configure_logging, logs_json
-from services.wire.errors import RollmeshError
+from services.wire.errors import RollmeshError, UsageError
 
 _RUN_OPTION = "--run-id"
 _MISUSE: type[Exception] = typer.BadParameter.__bases__[0]
@@ -39,6 +40,11 @@ class Command:
     target: str
     summary: str
     group: str = ""
+
+    def load(self) -> Any:
+        """What it names, imported."""
+        module, _, attribute = self.target.partition(":")
+        return getattr(importlib.import_module(module), attribute)
 
 
 @dataclass(frozen=True)
@@ -59,9 +65,8 @@ class Dispatcher:
         if name not in self.commands:
             near = get_close_matches(name, self.commands, n=1)
             return fail(f"no command {name!r}: " + (f"did you mean {near[0]!r}?" if near else "see --help"), 2)
-        module, _, attribute = self.commands[name].target.partition(":")
         try:
-            target = getattr(importlib.import_module(module), attribute)
+            target = self.commands[name].load()
             if isinstance(target, Dispatcher):
                 return target.run(rest)
             run_id = os.environ.get("ROLLMESH_RUN_ID") or _named_run(rest)
@@ -102,6 +107,9 @@ class Dispatcher:
                 console.print(f"{group}:")
             console.print(table)
             console.print()
+        console.print(
+            "Exit codes: 0 done, 1 failed, 2 misuse (one line says what and how to mend it), 130 after Ctrl-C."
+        )
         console.print(f"Example: {self.example}\n`{self.prog} COMMAND --help` says more.")
 
 
@@ -141,7 +149,7 @@ def fail(message: str, code: int) -> int:
     return code
 
 
-_TRAIN, _LOOK, _PARTS = "Train", "Look at runs", "Run a mesh part by part"
+_TRAIN, _LOOK, _PARTS, _SHELL = "Train", "Look at runs", "Run a mesh part by part", "In your shell"
 COMMANDS = {
     "up": Command("services.supervisor.cli:app", "Run the whole mesh on this machine and train a model", _TRAIN),
     "sft": Command("trainer.sft.cli:app", "Train a model on chats, answers or tokens (supervised)", _TRAIN),
@@ -190,7 +198,48 @@ COMMANDS = {
     "monitoring": Command(
         "services.observability.cli:app", "Write Prometheus's alert rules and Grafana's dashboard", _PARTS
     ),
+    "completion": Command("services.cli:completion_app", "Print what completes commands in your shell", _SHELL),
 }
+
+completion_app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@completion_app.command(
+    help="Print a script that completes commands, options and names of settings in bash, zsh or fish. Load it from the "
+    "shell's start-up file.\n\n"
+    "\b\nExamples:\n"
+    "  bash: source <(rollmesh completion bash)\n"
+    "  zsh:  source <(rollmesh completion zsh)\n"
+    "  fish: rollmesh completion fish | source"
+)
+def completion(
+    shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish")],
+    words: Annotated[list[str] | None, typer.Argument(metavar="[WORD…]", hidden=True)] = None,
+) -> None:
+    from services.config.completion import SCRIPTS
+
+    if shell == "words":
+        sys.stdout.writelines(f"{word}\n" for word in _completed(ROLLMESH, words or [""]))
+    elif shell in SCRIPTS and not words:
+        sys.stdout.write(SCRIPTS[shell])
+    else:
+        raise UsageError(f"no completion for {shell!r}", f"choose one of {', '.join(SCRIPTS)}")
+
+
+def _completed(table: Dispatcher, words: Sequence[str]) -> list[str]:
+    """What may stand in place of the last of these words, behind the table's name."""
+    from services.config.completion import words_of
+
+    if len(words) == 1:
+        return [name for name in table.commands if name.startswith(words[0])]
+    command = table.commands.get(words[0])
+    if command is None:
+        return []
+    target = command.load()
+    if isinstance(target, Dispatcher):
+        return _completed(target, words[1:])
+    return words_of(in_one_style(typer.main.get_command(target)), words[1:])
+
 
 ROLLMESH = Dispatcher(
     prog="rollmesh",

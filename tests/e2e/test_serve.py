@@ -39,9 +39,7 @@ def called(command: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("keys", [False, True], ids=["open", "keys"])
-def test_one_command_serves_a_model_and_prints_a_call_that_works(
-    keys: bool, tiny_policy: Path, tmp_path: Path
-) -> None:
+def test_one_command_serves_a_model_and_prints_a_call_that_works(keys: bool, tiny_policy: Path, tmp_path: Path) -> None:
     command = ["serve", str(tiny_policy), "--servers", "2" if keys else "1", "--engine", "torch", "--port", "0"]
     if keys:
         assert run_command(["keys", "init", str(tmp_path / "keys")]).code == 0

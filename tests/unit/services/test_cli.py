@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -132,3 +133,50 @@ def test_a_command_may_be_a_table_of_commands(monkeypatch: pytest.MonkeyPatch, t
     assert table.run(["it"]) == 2
     with pytest.raises(ModuleNotFoundError, match="a_module_that_nobody_has"):
         table.run(["it", "gone"])
+
+
+def completed(*words: str) -> list[str]:
+    answer = rollmesh("completion", "words", "--", *words)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout.splitlines()
+
+
+def test_commands_options_choices_and_settings_are_completed() -> None:
+    assert completed("se") == ["serve"]
+    assert completed("") == list(COMMANDS)
+    assert {"--servers", "--steps", "--seed"} <= set(completed("up", "--s"))
+    assert completed("compare", "--by", "to") == ["tokens"]
+    assert completed("runs", "pr") == ["prune"]
+    assert completed("runs", "prune", "--ke") == ["--keep"]
+    assert completed("up", "--steps", "3", "trainer.thr") == ["trainer.threads="]
+    assert completed("up", "rew") == ["rewards."]
+    assert completed("prepare", "trainer.lora.ra") == ["trainer.lora.rank="]
+    assert completed("status", "trainer.thr") == [], "it takes no setting"
+    assert completed("no-such-command", "-") == []
+
+
+def test_bash_completes_by_the_script_that_is_printed() -> None:
+    program = (
+        f'rollmesh() {{ {sys.executable} -P -m services "$@"; }}\n'
+        "source <(rollmesh completion bash)\n"
+        'COMP_WORDS=(rollmesh up trainer.thr); COMP_CWORD=2; _rollmesh; echo "${COMPREPLY[@]}"\n'
+        "COMP_WORDS=(rollmesh sam ''); COMP_CWORD=1; _rollmesh; echo \"${COMPREPLY[@]}\"\n"
+        "complete -p rollmesh\n"
+    )
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines() == ["trainer.threads=", "samples", "complete -o default -F _rollmesh rollmesh"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_that_is_here_takes_its_script(shell: str) -> None:
+    script = rollmesh("completion", shell).stdout
+    assert "rollmesh completion words" in script
+    if shutil.which(shell):
+        checked = subprocess.run([shell, "-n"], input=script, capture_output=True, text=True, timeout=60, check=False)
+        assert checked.returncode == 0, checked.stderr
+
+
+def test_an_unknown_shell_is_misuse() -> None:
+    answer = rollmesh("completion", "tcsh")
+    assert answer.returncode == 2
+    assert "choose one of bash, zsh, fish" in answer.stderr
