@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
 from services.config import options
-from services.wire.weights_api import EnginesView, UpdateView, VerifyView, VersionsView, WeightEvent
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from clients.weights.client import WeightsClient
-    from services.wire.weights_api import UpdateView
+    from services.wire.weights_api import EnginesView, UpdateView, VerifyView, VersionsView, WeightEvent
 
 app = typer.Typer(
     add_completion=False,

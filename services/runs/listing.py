@@ -13,6 +13,7 @@ import msgspec
 from services.config.load import flat_settings
 from services.host.files import LineTail
 from services.host.run_folder import RunFolder, is_held
+from services.policies.training.evaluation import interval
 from services.wire.errors import UNDECODABLE, UsageError
 from services.wire.run_metrics import EvaluationReport, StepMetrics, TrainerReport, decode_step_metrics
 
@@ -36,6 +37,8 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
     success: float | None
     success_before: float | None
     success_after: float | None
+    success_interval_after: tuple[float, float] | None
+    """At 95 %; None where the answers to each problem were not written down."""
     size_bytes: int
     began_at: float
     """Unix seconds."""
@@ -95,6 +98,7 @@ def listed(run: RunFiles) -> Listed:
         success=None if last is None else last.success,
         success_before=None if run.evaluation is None else run.evaluation.success_before,
         success_after=None if run.evaluation is None else run.evaluation.success_after,
+        success_interval_after=_interval(run.evaluation),
         size_bytes=size_of(folder.root),
         began_at=folder.run_id.stat().st_mtime,
     )
@@ -119,6 +123,13 @@ def size_of(root: Path) -> int:
         except FileNotFoundError:
             continue
     return total
+
+
+def _interval(report: EvaluationReport | None) -> tuple[float, float] | None:
+    if report is None or not report.solved_after:
+        return None
+    found = interval(report.solved_after, report.samples)
+    return found.low, found.high
 
 
 def remove(folders: Sequence[RunFolder]) -> int:

@@ -69,6 +69,13 @@ def test_the_pictures_of_the_live_view_are_what_their_script_draws(tmp_path: Pat
         assert "@font-face" not in drawn
 
 
+def test_the_agent_of_the_readme_plays_a_group_that_can_teach() -> None:
+    snippet = (ROOT / "README.md").read_text(encoding="utf-8").partition("## An agent you already have")[2]
+    size = re.search(r'"group_size": (\d+)', snippet)
+    assert size is not None and int(size[1]) > 1, "the rewards of a group of one are compared with nothing"
+    assert f"in range({size[1]})" in snippet
+
+
 def test_relative_links_of_the_docs_lead_somewhere() -> None:
     for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -29,10 +30,15 @@ def make_run(root: Path, name: str, settings: str, success: Sequence[float], *, 
     folder.lock.touch()
     lines = [step_metrics(step, success=each, tokens=100, time=1000.0 + step) for step, each in enumerate(success, 1)]
     folder.metrics.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
-    samples = [_sample(step, reward=float(step % 2), tokens=step, text=f"{step}+1=") for step in range(1, 9)]
+    samples = [
+        _sample(step, reward=float(step % 2), tokens=step, text=f"{step}+1=" + "\x1b[2J" * (step == 8))
+        for step in range(1, 9)
+    ]
     folder.samples.write_bytes(b"".join(msgspec.json.encode(sample) + b"\n" for sample in samples) + b'{"torn')
     if done:
-        folder.evaluation.write_bytes(msgspec.json.encode(EvaluationReport(0.25, success[-1], 3.0, 9.0, 32)))
+        right = round(32 * success[-1])
+        solved = ([1] * 8 + [0] * 24, [1] * right + [0] * (32 - right))
+        folder.evaluation.write_bytes(msgspec.json.encode(EvaluationReport(0.25, success[-1], 3.0, 9.0, 32, *solved)))
         folder.summary.write_text("{}")
     return folder
 
@@ -71,7 +77,8 @@ def test_runs_are_listed_with_their_state_and_success(place: Path) -> None:
     ignored = rollmesh("runs", "--root", "elsewhere", "prune", "--keep", "0", "--yes", cwd=place)
     assert ignored.returncode == 2 and "behind prune" in ignored.stderr, "not what lies in ./runs"
     shown = rollmesh("runs", cwd=place).stdout
-    assert "25% → 80%" in shown and "10% of a batch" in shown
+    assert re.search(r"25% → 80% \(6\d% to 9\d%\)", shown), "with its interval"
+    assert "10% of a batch" in shown
 
 
 def test_a_folder_that_cannot_be_read_is_named_and_hides_no_other(tmp_path: Path) -> None:
@@ -89,6 +96,7 @@ def test_compare_names_what_differs_and_draws(place: Path) -> None:
     assert ["k", "2", "2", "0"] in rows and ["seed", "1", "2", "1"] in rows
     assert not any(row[:1] in (["engine"], ["task"]) for row in rows), "they are equal"
     assert "a and 1 of other seeds" in told.stdout
+    assert re.search(r"held out, before +25\.0% \(1\d\.\d% to 4\d\.\d%\)", told.stdout), "with its interval"
     assert (place / "c.png").read_bytes().startswith(b"\x89PNG")
     assert rollmesh("compare", "a", cwd=place).returncode == 2
 
@@ -107,6 +115,8 @@ def test_samples_are_chosen_by_step_reward_length_and_text(place: Path) -> None:
     assert steps("--task", "another") == []
     read = rollmesh("samples", "a", "--step", "4", cwd=place)
     assert "4+1=yes" in read.stdout and "reward 0 · 4 tokens · version 4" in read.stdout
+    steered = rollmesh("samples", "a", "--step", "8", cwd=place).stdout
+    assert "8+1=\\x1b[2Jyes" in steered and "\x1b[2J" not in steered, "what a model writes does not steer the terminal"
     wrong = rollmesh("samples", "a", "--step", "x", cwd=place)
     assert wrong.returncode == 2 and "'x' is no number" in wrong.stderr
     assert rollmesh("samples", "nosuch", cwd=place).returncode == 2

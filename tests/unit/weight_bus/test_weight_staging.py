@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 torch = pytest.importorskip("torch")
 
@@ -262,6 +263,22 @@ def test_a_broken_delta_falls_back_on_the_dense_bytes(run_id: str, exporter: Shm
     receiver.commit(1)
     assert_serves(target, after)
     assert good.root_digest == wrong.root_digest
+    receiver.close()
+
+
+def test_a_delta_that_cannot_be_reached_is_no_warning(run_id: str, exporter: ShmExporter, target: PlainTarget) -> None:
+    base, after = two_owners(run_id, 0, weights(0), exporter), step(weights(0))
+    offered = with_delta(two_owners(run_id, 1, after, exporter), base, weights(0), after, exporter)
+    assert offered.delta is not None
+    parts = [msgspec.structs.replace(part, sources=[]) for part in offered.delta.parts]
+    unreachable = msgspec.structs.replace(offered, delta=msgspec.structs.replace(offered.delta, parts=parts))
+    receiver = Receiver(target, run_id, [ShmReader()])
+    with capture_logs() as lines:
+        receiver.stage(unreachable)
+    receiver.commit(1)
+    assert_serves(target, after)
+    told = [line["log_level"] for line in lines if "delta" in str(line["event"])]
+    assert told == ["info"], "a healthy run has no warning of it"
     receiver.close()
 
 
