@@ -446,3 +446,22 @@ def test_the_screen_of_an_empty_run_says_that_nothing_is_there() -> None:
         "nothing is at fault as far as can be seen",
         "no service stands in the directory",
     ]
+
+
+def test_where_the_run_has_ended_the_screen_says_so_in_one_line() -> None:
+    unread = ["registry: Connection refused", "accounts: Connection refused", "waits: Connection refused"]
+    report = MeshReport(
+        run_id="run-1",
+        at=100.0,
+        services=[],
+        queue=None,
+        trainer=None,
+        trainer_waits=None,
+        waits=[],
+        causes=[],
+        evaluation=None,
+        unread=unread,
+    )
+    text = " ".join(shown(report))
+    assert text.endswith("the run has ended, or Redis is away")
+    assert "not read" not in text
