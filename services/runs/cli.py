@@ -133,7 +133,7 @@ def _show_runs(lines: Sequence[Listed]) -> None:
 def _success(line: Listed) -> str:
     if line.success_before is not None and line.success_after is not None:
         within = line.success_interval_after
-        shown = "" if within is None else f" ({within[0]:.0%} to {within[1]:.0%})"
+        shown = "" if within is None else f" ({100 * within[0]:.0f} to {within[1]:.0%})"
         return f"{line.success_before:.0%} → {line.success_after:.0%}{shown}"
     return "–" if line.success is None else f"{line.success:.0%} of a batch"
 

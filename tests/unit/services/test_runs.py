@@ -66,7 +66,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_runs_are_listed_with_their_state_and_success(place: Path) -> None:
+def test_runs_are_listed_with_their_state_and_success(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     told = rollmesh("runs", "--json", cwd=place)
     assert told.returncode == 0, told.stderr
     lines = {each["run_id"]: each for each in map(json.loads, told.stdout.splitlines())}
@@ -77,7 +78,7 @@ def test_runs_are_listed_with_their_state_and_success(place: Path) -> None:
     ignored = rollmesh("runs", "--root", "elsewhere", "prune", "--keep", "0", "--yes", cwd=place)
     assert ignored.returncode == 2 and "behind prune" in ignored.stderr, "not what lies in ./runs"
     shown = rollmesh("runs", cwd=place).stdout
-    assert re.search(r"25% → 80% \(6\d% to 9\d%\)", shown), "with its interval"
+    assert re.search(r"25% → 80% \(6\d to 9\d%\)", shown), "with its interval"
     assert "10% of a batch" in shown
 
 
