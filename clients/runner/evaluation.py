@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,8 +159,7 @@ async def evaluate(
     """Answer held-out problems 0 … `problems` − 1, `samples` times each, greedily at temperature 0.
 
     `task`: what it is called, None for the environment's name; `room`: for groups at once; `answered`: is told of so many
-    more answers. An agent's episode that is lost
-    counts as not solved.
+    more answers. An agent's episode that is lost counts as not solved.
     """
     name = task or environment.name
     room = room or asyncio.Semaphore(_GROUPS_AT_ONCE)
@@ -340,7 +340,9 @@ class EvaluationRecord:
 
     def write_progress(self, what: str, done: int, total: int) -> None:
         """How far the evaluation is, for who watches the run."""
-        write_whole(self._progress, msgspec.json.encode(WorkProgress(what=what, done=done, total=total)))
+        # It is for looking at: runners that share the folder may be in each other's way, and nothing depends on it.
+        with suppress(OSError):
+            write_whole(self._progress, msgspec.json.encode(WorkProgress(what=what, done=done, total=total)))
 
     def read_before(self) -> Measured | None:
         if not self._before.exists():

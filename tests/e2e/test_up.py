@@ -78,6 +78,8 @@ def test_the_run_folder_holds_all_of_the_run(trained: Path) -> None:
     assert {"valkey.log", "weight-bus.log", "rollout-server-0.log", "environment.log", "trainer.log"} <= logs
     assert (trained / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert not [path.name for path in trained.rglob("*.partial")]
+    progress = json.loads((trained / "progress.json").read_text(encoding="utf-8"))
+    assert progress == {"what": "evaluation after training", "done": 256, "total": 256}
 
 
 def test_nothing_of_it_is_left_in_shared_memory(trained: Path) -> None:
