@@ -48,6 +48,33 @@ async def test_an_openai_agent_is_trained_by_changing_its_base_url_and_key(host:
     assert sum(1 for before, now in zip([0, *mask], mask, strict=False) if now > before) == 2
 
 
+async def test_an_agent_of_openai_agents_is_trained_as_it_is(host: Host, engine: TellingEngine) -> None:
+    pytest.importorskip("agents")
+    environment = make_task(f"python:{EXAMPLES}/sdk_agent.py:weather").environment
+    problem = environment.problem("train", 0, 1)
+    city = problem.prompt.removeprefix("How warm is it in ").removesuffix("?")
+    call = f'<tool_call>\n{{"name": "weather_of", "arguments": {{"city": "{city}"}}}}\n</tool_call>'
+    engine.tell(spell(call), spell(f"It is {problem.solution} degrees."))
+    async with RolloutClient(host.url) as client:
+        group = await client.open_group(OpenGroup(task=environment.name, group_size=1, sampling=SAMPLING))
+        (played,) = await play_to_end(client, environment, group, problem, SAMPLING, EpisodeLimits(30.0))
+    assert played.ended.success
+    (trajectory,) = await host.published()
+    (segment,) = trajectory.segments
+    assert sum(unpack_mask(segment.loss_mask).tolist()) == sum(len(sample.token_ids) for sample in engine.sampled)
+    asked = {environment.problem("train", index, 1).prompt for index in range(200)}
+    assert not asked & {environment.problem("held_out", index, 1).prompt for index in range(200)}
+
+
+def test_tutorials_show_the_examples_as_they_are() -> None:
+    tutorial = (ROOT / "docs" / "tutorials" / "your-agent.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", tutorial, flags=re.MULTILINE | re.DOTALL)
+    examples = [(EXAMPLES / name).read_text(encoding="utf-8") for name in ("calculator_agent.py", "sdk_agent.py")]
+    assert len(blocks) == 2
+    for block, example in zip(blocks, examples, strict=True):
+        assert all(function.strip() in example for function in block.split("\n\n\n"))
+
+
 def host_text(token_ids: list[int]) -> str:
     from tests.support.telling_engine import chat_tokenizer
 

@@ -6,6 +6,7 @@ who may open it, and until it keeps everybody else out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -296,3 +297,24 @@ def undocumented(app: FastAPI) -> set[str]:
     """Paths that the OpenAPI document does not have."""
     documented = set(app.openapi()["paths"])
     return {str(getattr(route, "path", route)) for route in app.routes} - documented
+
+
+def test_every_route_is_documented_with_the_keys_that_open_it() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "routes.md").read_text(encoding="utf-8")
+    parts = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+    told = {
+        part.partition("\n")[0]: dict(re.findall(r"^\| `([A-Z]+ [^`]+)` \| ([^|]*) \|", part, flags=re.MULTILINE))
+        for part in parts
+    }
+    services = {"Rollout server": ROLLOUT, "Gateway": GATEWAY, "Weight bus": BUS, "Reward service": REWARDS}
+    for name, scopes in services.items():
+        own = {route: keys for route, keys in scopes.items() if route not in PROBES}
+        assert told[name] == {route: _words(keys) for route, keys in own.items()}
+    assert told["Every service, the trainer too"] == {route: _words(keys) for route, keys in PROBES.items()}
+
+
+def _words(keys: frozenset[str]) -> str:
+    if keys == EVERYBODY:
+        return "none"
+    session = "a session's" if "other session" in keys else "the session's own" if "own session" in keys else ""
+    return ", ".join([*(name for name in NAMES[:4] if name in keys), *filter(None, [session])])
