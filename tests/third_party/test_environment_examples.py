@@ -67,10 +67,11 @@ async def test_an_agent_of_openai_agents_is_trained_as_it_is(host: Host, engine:
 
 
 def test_tutorials_show_the_examples_as_they_are() -> None:
-    tutorial = (ROOT / "docs" / "tutorials" / "your-agent.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", tutorial, flags=re.MULTILINE | re.DOTALL)
-    examples = [(EXAMPLES / name).read_text(encoding="utf-8") for name in ("calculator_agent.py", "sdk_agent.py")]
-    assert len(blocks) == 2
+    pages = [ROOT / "docs" / "tutorials" / name for name in ("your-environment.md", "your-agent.md")]
+    tutorials = "".join(page.read_text(encoding="utf-8") for page in pages)
+    blocks = re.findall(r"^```python\n(.*?)^```", tutorials, flags=re.MULTILINE | re.DOTALL)
+    names = ("larger.py", "calculator_agent.py", "sdk_agent.py")
+    examples = [(EXAMPLES / name).read_text(encoding="utf-8") for name in names]
     for block, example in zip(blocks, examples, strict=True):
         assert all(function.strip() in example for function in block.split("\n\n\n"))
 
