@@ -252,7 +252,8 @@ class RolloutServer:
             TrajectoryLog(redis, plan.run_id),
             Origin(plan.run_id, plan.server_id, renderer.vocabulary_digest()),
         )
-        publisher = Publisher(TrajectoryWriter(redis, plan.run_id, journal.owner), ledger)
+        writer = TrajectoryWriter(redis, plan.run_id, journal.owner, blob_bytes=plan.settings.rollout.blob_mib << 20)
+        publisher = Publisher(writer, ledger)
         finisher = Finisher(registry, publisher, ledger, journal, log, origin)
         gate = AdmissionGate(
             ledger,
@@ -283,7 +284,14 @@ class RolloutServer:
             ),
             heartbeat=heartbeat,
             renderer=renderer,
-            turns=TurnTaker(self._engine, renderer, journal, self.until_accepting, plan.tracing),
+            turns=TurnTaker(
+                self._engine,
+                renderer,
+                journal,
+                self.until_accepting,
+                plan.tracing,
+                records_kept=plan.settings.rollout.sampling_masks,
+            ),
             answer_service=AnswerService(
                 AnswerDeps(
                     engine=self._engine,
@@ -291,6 +299,7 @@ class RolloutServer:
                     until_accepting=self.until_accepting,
                     partial_every=plan.settings.rollout.draft_every_tokens,
                     tracing=plan.tracing,
+                    records_kept=plan.settings.rollout.sampling_masks,
                 ),
                 self.fail,
             ),

@@ -223,6 +223,8 @@ class Assembly:
             vocabulary_digest(tokenizer.get_vocab()),
             greedy_baseline=advantage.greedy_baseline,
             cost=advantage.cost.component,
+            # A teacher tells logprobs of its whole distribution.
+            masks=self._client is None,
         )
         group_filter = GroupFilter(
             most_equal=advantage.dynamic_sampling_most if advantage.dynamic_sampling else 0,

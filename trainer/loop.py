@@ -32,7 +32,7 @@ from services.policies.batching import Group
 from services.policies.training.deadlines import batch_within
 from services.policies.training.health import signs
 from services.run_store.patience import REPEAT_WITHIN_S, repeated
-from services.run_store.stream import TrajectoryReader
+from services.run_store.stream import TrajectoryReader, stream_order
 from services.wire.rollout_api import Evaluation
 from services.wire.run_metrics import StepMetrics, StepTimes
 from services.wire.trajectory import Trajectory
@@ -42,7 +42,7 @@ from trainer.checkpoint.log_lines import StepRecord
 from trainer.checkpoint.saving import Saving
 from trainer.checkpoint.step_log import StepLog
 from trainer.data.stream_reader import Intake
-from trainer.data.tally import Arrivals, stream_order
+from trainer.data.tally import Arrivals
 from trainer.data.teacher import Teacher
 from trainer.data.teacher_client import TeacherError
 from trainer.io_loop import Background, Interrupt, WaitSign

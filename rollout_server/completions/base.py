@@ -41,13 +41,17 @@ _DIGITS = 24
 
 @dataclass(frozen=True)
 class AnswerDeps:
-    """What answers are made with. `partial_every`: tokens after which an answer that is not streamed is journaled."""
+    """What answers are made with. `partial_every`: tokens after which an answer that is not streamed is journaled.
+
+    `records_kept`: write down which tokens the cuts of training calls left (`rollout.sampling_masks`).
+    """
 
     engine: Engine
     journal: Journal
     until_accepting: UntilAccepting
     partial_every: int
     tracing: Tracing = NO_TRACING
+    records_kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,9 @@ class AnswerContext:
     def generate(self, request: GenerationRequest, prompt: int = 0) -> AsyncGenerator[GenerationDelta, None]:
         """Deltas of prompt number `prompt`; those of a partial answer are given out once they are in the journal."""
         deps, partial = self.deps, self.partial
-        request = replace(request, background=self.session.terms.purpose == "evaluate")
+        trains = self.session.terms.purpose == "train"
+        kept = trains and deps.records_kept and request.sampling.only_cuts
+        request = replace(request, background=not trains, kept=kept)
         if partial is None:
             return resume(deps.engine, request, deps.until_accepting)
         streamed = request.stream
@@ -296,7 +302,9 @@ def written(context: Context, samples: Sequence[Sample[Piece]]) -> list[NodeReco
     """Journal records of whole samples."""
     return [
         msgspec.structs.replace(
-            node_record(context.parent, context.addition, sample.token_ids, sample.logprobs, sample.versions),
+            node_record(
+                context.parent, context.addition, sample.token_ids, sample.logprobs, sample.versions, sample.kept
+            ),
             reason=context.reason,
         )
         for sample in samples

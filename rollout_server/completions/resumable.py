@@ -205,6 +205,7 @@ class PartialAnswer:
             spans=delta.versions,
             finish_reason=delta.finish_reason,
             top_logprobs=delta.top_logprobs,
+            kept=delta.kept,
         )
         return self._journal.add_partial(self._group_id, self.key, part)
 
@@ -229,5 +230,5 @@ def _delta(part: PartialPart, request_id: str) -> GenerationDelta:
     logprobs.frombytes(part.logprobs)
     top = part.top_logprobs
     return GenerationDelta(
-        request_id, part.index, tokens.tolist(), logprobs.tolist(), part.spans, part.finish_reason, top
+        request_id, part.index, tokens.tolist(), logprobs.tolist(), part.spans, part.finish_reason, top, kept=part.kept
     )

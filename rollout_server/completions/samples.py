@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from rollout_server.engines.base import FinishReason, GenerationDelta
+from rollout_server.engines.base import FinishReason, GenerationDelta, kept_of
 from rollout_server.sessions.capture import CaptureError, check_sampled
 from services.policies.continuation import joined_versions
 from services.wire.trajectory import VersionSpan
@@ -36,7 +36,7 @@ class Reader(Protocol[PieceOut]):
 
 @dataclass(slots=True)
 class Sample(Generic[Piece]):
-    """One answer being generated. `versions`: spans over its tokens."""
+    """One answer being generated. `versions`: spans over its tokens. `kept`: as `GenerationDelta` has it."""
 
     index: int
     reader: Reader[Piece]
@@ -44,16 +44,21 @@ class Sample(Generic[Piece]):
     logprobs: list[float] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    kept: list[bytes] | None = None
     finish_reason: FinishReason | None = None
 
     def add(self, delta: GenerationDelta) -> tuple[Piece, int]:
         """Add what was sampled; returns its text and how many of the tokens belong to the answer."""
         piece = self.reader.feed(delta.token_ids)
         offset, keep = len(self.token_ids), len(delta.token_ids)
+        if delta.kept is not None and self.kept is None:
+            self.kept = [b""] * offset
         self.finish_reason = delta.finish_reason
         if self.reader.stopped is not None:
             keep = min(keep, self.reader.consumed - offset)
             self.finish_reason = "stop"
+        if self.kept is not None:
+            self.kept += kept_of(delta)[:keep]
         self.token_ids += delta.token_ids[:keep]
         self.logprobs += delta.logprobs[:keep]
         for span in delta.versions:

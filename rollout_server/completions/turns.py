@@ -61,7 +61,11 @@ class TurnTaker:
         journal: Journal,
         until_accepting: UntilAccepting,
         tracing: Tracing = NO_TRACING,
+        *,
+        records_kept: bool = False,
     ) -> None:
+        """`records_kept`: write down which tokens the cuts of training calls left (`rollout.sampling_masks`)."""
+        self._records_kept = records_kept
         self._engine = engine
         self._renderer = renderer
         self._journal = journal
@@ -106,7 +110,14 @@ class TurnTaker:
                 turns=[
                     TurnRecord(
                         session.session_id,
-                        node_record(session.capture.tip, addition, delta.token_ids, delta.logprobs, delta.versions),
+                        node_record(
+                            session.capture.tip,
+                            addition,
+                            delta.token_ids,
+                            delta.logprobs,
+                            delta.versions,
+                            delta.kept,
+                        ),
                         delta.finish_reason or "stop",
                         None if own == sampling else own,
                     )
@@ -163,6 +174,7 @@ class TurnTaker:
                     sampling=self._fit(sampling, len(prompt)),
                     n=len(positions),
                     background=group.purpose == "evaluate",
+                    kept=self._records_kept and group.purpose == "train" and sampling.only_cuts,
                 ),
                 positions,
             )

@@ -41,6 +41,7 @@ class GenerationRequest:
     the same. `background`: it begins after all that wait and are not (evaluations).
 
     `prompt_logprobs`: tell those of the prompt's own tokens too, all computed anew by one policy version; for `n` = 1.
+    `kept`: tell of each token which ones `top_k`, `top_p` and `min_p` left to sample from, where the engine can.
     """
 
     request_id: str
@@ -56,6 +57,7 @@ class GenerationRequest:
     first_index: int = 0
     background: bool = False
     prompt_logprobs: bool = False
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class GenerationDelta:
     `finish_reason` is set on the last delta of a sample. `top_logprobs`: for each token the likeliest (id, logprob), best
     first, of the distribution that `logprobs` are of; never one of probability 0; None unless asked for.
     `prompt_logprobs`: where they were asked for, with the first delta that has a token, of the version that sampled it.
+    `kept`: for each token the ids, uint32 packed little-endian and ascending, that could have been sampled in its place and
+    itself, empty where it is not known; None where it was not asked for.
     """
 
     request_id: str
@@ -88,6 +92,7 @@ class GenerationDelta:
     finish_reason: FinishReason | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    kept: list[bytes] | None = None
 
 
 @dataclass(frozen=True)
@@ -234,7 +239,20 @@ def join(first: GenerationDelta, second: GenerationDelta) -> GenerationDelta:
         finish_reason=second.finish_reason,
         top_logprobs=_join_alternatives(first, second),
         prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
+        kept=join_kept(first, second),
     )
+
+
+def join_kept(first: GenerationDelta, second: GenerationDelta) -> list[bytes] | None:
+    """`kept` of two deltas of a sample, one right after the other."""
+    if first.kept is None and second.kept is None:
+        return None
+    return [*kept_of(first), *kept_of(second)]
+
+
+def kept_of(delta: GenerationDelta) -> list[bytes]:
+    """`kept`, one entry a token, empty where it is not known."""
+    return [b""] * len(delta.token_ids) if delta.kept is None else delta.kept
 
 
 def _join_alternatives(first: GenerationDelta, second: GenerationDelta) -> list[list[tuple[int, float]]] | None:

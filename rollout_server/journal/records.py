@@ -69,7 +69,7 @@ class SaidRecord(msgspec.Struct, frozen=True, array_like=True):
 
 class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
     """One sample. `parent`: number of the node that it extends, −1 for a root. `text`: digest and length in bytes of the
-    whole text that a completions client saw."""
+    whole text that a completions client saw. `kept`: as `engines.base.GenerationDelta` has it."""
 
     parent: int
     prompt: bytes
@@ -79,6 +79,7 @@ class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
     reason: BreakReason | None
     said: SaidRecord | None = None
     text: tuple[bytes, int] | None = None
+    kept: list[bytes] | None = None
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True, tag="answered", omit_defaults=True):
@@ -160,6 +161,7 @@ class PartialPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
     spans: list[VersionSpan]
     finish_reason: FinishReason | None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    kept: list[bytes] | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

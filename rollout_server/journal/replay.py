@@ -137,6 +137,7 @@ def node_record(
     sampled: Sequence[int],
     logprobs: Sequence[float],
     spans: Sequence[VersionSpan],
+    kept: list[bytes] | None = None,
 ) -> records.NodeRecord:
     """A sample to be written down: without a reason, and without what a chat call remembers of it."""
     return records.NodeRecord(
@@ -146,6 +147,7 @@ def node_record(
         logprobs=array("f", logprobs).tobytes(),
         spans=list(spans),
         reason=None,
+        kept=kept,
     )
 
 
@@ -244,4 +246,4 @@ def _add_node(session: Session, record: records.NodeRecord, sampling: SamplingPa
     sampled.frombytes(record.sampled)
     logprobs.frombytes(record.logprobs)
     parent = None if record.parent < 0 else capture.nodes[record.parent]
-    return capture.record(parent, prompt, sampled, logprobs, record.spans, sampling, record.reason)
+    return capture.record(parent, prompt, sampled, logprobs, record.spans, sampling, record.reason, record.kept)

@@ -24,9 +24,9 @@ from hashlib import blake2b
 from typing import Generic, TypeVar
 
 from services.wire.errors import RollmeshError
-from services.wire.packed import pack_logprobs, pack_tokens
+from services.wire.packed import pack_kept, pack_logprobs, pack_tokens
 from services.wire.sampling import SamplingParams
-from services.wire.trajectory import BreakReason, Segment, VersionSpan
+from services.wire.trajectory import BreakReason, Segment, SegmentChoices, VersionSpan
 
 
 class CaptureError(RollmeshError):
@@ -39,7 +39,8 @@ class CaptureError(RollmeshError):
 class Node:
     """One answer. `spans` lie over `sampled` alone; `end` is the length of the path up to and with the last sampled token.
 
-    `number`: its place in the order of recording, from 0.
+    `number`: its place in the order of recording, from 0. `kept`: for each sampled token the ids that the cuts left, as
+    `engines.base.GenerationDelta` has them; None where nobody asked.
     """
 
     number: int
@@ -50,6 +51,7 @@ class Node:
     spans: tuple[VersionSpan, ...]
     break_reason: BreakReason | None
     end: int
+    kept: list[bytes] | None = None
     children: list[Node] = field(default_factory=list)
 
 
@@ -125,12 +127,15 @@ class Capture:
         versions: Sequence[VersionSpan],
         sampling: SamplingParams,
         break_reason: BreakReason | None = None,
+        kept: list[bytes] | None = None,
     ) -> Node:
         """Add one answer. `prompt`: the tokens between `parent`'s path (nothing, for a root) and the first sampled one.
 
         `versions` are spans over these sampled tokens alone. Raises CaptureError, and records nothing, for lengths that
         differ, spans that do not cover the tokens, or a logprob that is not finite.
         """
+        if kept is not None and len(kept) != len(token_ids):
+            raise CaptureError(f"the engine gave {len(token_ids)} tokens, and what it kept of {len(kept)}")
         check_sampled(token_ids, logprobs, versions)
         index = self._sampling_index(sampling)
         spans: list[VersionSpan] = []
@@ -149,6 +154,7 @@ class Capture:
             tuple(spans),
             break_reason if parent is None else None,
             (0 if parent is None else parent.end) + len(prompt) + len(token_ids),
+            kept,
         )
         self.nodes.append(node)
         (self.roots if parent is None else parent.children).append(node)
@@ -283,6 +289,7 @@ def _segment_along(nodes: Sequence[Node], number: int, positions: dict[Node, tup
     """Segment `number` along `nodes`: sampled tokens that have no position yet get theirs here. None if none lacked one."""
     tokens, mask, logprobs = array("i"), bytearray(), array("f")
     spans: list[VersionSpan] = []
+    kept: list[bytes] = []
     shared = False
     for node in nodes:
         tokens += node.prompt
@@ -300,10 +307,15 @@ def _segment_along(nodes: Sequence[Node], number: int, positions: dict[Node, tup
             _append_merged(spans, span.over(len(mask) + span.start, span.length))
         mask += b"\x01" * sampled
         logprobs += node.logprobs
+        kept += [b""] * sampled if node.kept is None else node.kept
     if not spans:
         return None
     reason = "branch" if shared else nodes[0].break_reason or ("branch" if number else None)
-    return Segment(pack_tokens(tokens), bytes(mask), pack_logprobs(logprobs), spans, reason)
+    choices = None
+    if any(kept):
+        counts = array("I", [len(ids) // 4 for ids in kept])
+        choices = SegmentChoices(kept_counts=pack_kept(counts), kept_ids=b"".join(kept))
+    return Segment(pack_tokens(tokens), bytes(mask), pack_logprobs(logprobs), spans, reason, choices)
 
 
 def _append_merged(spans: list[VersionSpan], span: VersionSpan) -> None:

@@ -110,6 +110,13 @@ class RolloutSettings(Section):
         default=128, ge=1, description="A long answer is written down after so many tokens, for another server to go on"
     )
     max_body_mib: int = Field(default=32, ge=1, description="Largest request body")
+    sampling_masks: bool = Field(
+        default=True,
+        description="Which tokens top_p, top_k and min_p left is kept with each answer, so that it can be trained",
+    )
+    blob_mib: int = Field(
+        default=64, ge=1, le=500, description="Most that is kept of an engine's choices beside a trajectory"
+    )
     vllm: VllmSettings = VllmSettings()
 
 

@@ -16,6 +16,8 @@ class RunKeys:
         """Hash of the ledger's counters."""
         self.dropped = self._key("dropped")
         """Hash: cause → dropped trajectories."""
+        self.blobs = self._key("blobs")
+        """Hash: stream id → name of the blob that its entry refers to (`services.run_store.blobs`)."""
         self.dead = self._key("dead")
         """Stream of the newest dead letters."""
         self.lengths = self._key("lengths")
@@ -69,6 +71,10 @@ class RunKeys:
     def answer(self, group_id: str, call: str) -> str:
         """An answer's bytes, for as long as it may be asked for again."""
         return self._key(f"answer:{group_id}:{call}")
+
+    def blob(self, name: str) -> str:
+        """A blob's bytes."""
+        return self._key(f"blob:{name}")
 
     def undelivered(self, group_id: str) -> str:
         """Set: names of a group's calls that a gateway gave up before the agent got anything of their answers."""

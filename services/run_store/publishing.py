@@ -14,28 +14,37 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from types import MappingProxyType
 
+import msgspec
+import structlog
 from redis.asyncio import Redis
 
 from services.policies.length_stats import bucket_of
+from services.run_store.blobs import BlobStore
 from services.run_store.client import as_text
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import KEPT_DROPPED
 from services.run_store.scripts import BATCHES, CLOSE, CONCLUDE, COUNTS
 from services.run_store.session_groups import keys_of_sessions
 from services.run_store.undelivered import UndeliveredError
+from services.wire.choices import detach, reference
 from services.wire.errors import ConcludedError, DrainingError, RollmeshError
 from services.wire.trajectory import Trajectory, encode_trajectory
 
 KEPT_IDS, KEPT_IDS_S = 65_536, 600
 """A generation of trajectory ids ends when it holds so many and has lasted so long; two are kept."""
+BLOB_BYTES = 64 << 20
+"""The largest blob of a trajectory."""
 KEEP_ENDED_S = 600
 """How long the journal of a group that has ended is kept, for calls that come late."""
 
-# KEYS 11 …: of each group its journal, its undelivered calls, and who of its sessions has a key (`session_groups`). ARGV:
+_log = structlog.get_logger()
+
+# KEYS 12 …: of each group its journal, its undelivered calls, and who of its sessions has a key (`session_groups`). ARGV:
 # owner ('' for anybody), ids of a generation, how long it lasts at least (s), KEPT_DROPPED, KEEP_ENDED_S; then of each
 # group: its name, keys, trajectories, the undelivered calls that they are without, '1' where it ends, '1' where its
 # journal does; the journal's record for a concluded run, and pieces of that for another, between which the stream ids go;
-# then of each trajectory id, bucket of its length, length, payload.
+# then of each trajectory id, bucket of its length, length, payload, its blob's name and reference ('' where it has none).
+# KEYS 11 before those: blobs by stream id. ARGV 6: the beginning of their keys.
 # Of a group that is not open (any more) no count is kept: nobody would take it away.
 _PUBLISH = (
     BATCHES
@@ -43,7 +52,7 @@ _PUBLISH = (
     + CLOSE
     + CONCLUDE
     + """
-local me, at, key = ARGV[1], 5, 10
+local me, at, key = ARGV[1], 6, 11
 local function take() at = at + 1 return ARGV[at] end
 local groups, names, asked = {}, {}, {}
 while at < #ARGV do
@@ -58,8 +67,8 @@ while at < #ARGV do
     group.record = at
     at = at + count + 1
   end
-  group.first, group.last = at + 1, at + 4 * count
-  for i = group.first, group.last, 4 do asked[#asked + 1] = ARGV[i] end
+  group.first, group.last = at + 1, at + 6 * count
+  for i = group.first, group.last, 6 do asked[#asked + 1] = ARGV[i] end
   at, key = group.last, group.to
   groups[#groups + 1], names[#names + 1] = group, group.name
 end
@@ -85,15 +94,20 @@ local outcomes, finished, dropped = {}, {}, {}
 local written, lengths, total, fields = 0, {}, 0, {}
 for n, group in ipairs(groups) do
   local owner, fresh, new = owners[group.name], false, 0
-  for i = group.first, group.last, 4 do fresh = fresh or not ids[ARGV[i]] end
+  for i = group.first, group.last, 6 do fresh = fresh or not ids[ARGV[i]] end
   local outcome = refused(group, owner, fresh)
   local record = group.dropped
   if not outcome then
     outcome = {'OK'}
-    for i = group.first, group.last, 4 do
+    for i = group.first, group.last, 6 do
       local id = ids[ARGV[i]]
       if not id then
-        id = redis.call('XADD', KEYS[1], '*', 't', ARGV[i + 3])
+        if ARGV[i + 5] == '' then id = redis.call('XADD', KEYS[1], '*', 't', ARGV[i + 3])
+        else id = redis.call('XADD', KEYS[1], '*', 't', ARGV[i + 3], 'b', ARGV[i + 5]) end
+        if ARGV[i + 4] ~= '' then
+          redis.call('PERSIST', ARGV[6] .. ARGV[i + 4])
+          redis.call('HSET', KEYS[11], id, ARGV[i + 4])
+        end
         ids[ARGV[i]] = id
         fields[#fields + 1], fields[#fields + 2] = ARGV[i], id
         lengths[ARGV[i + 1]] = (lengths[ARGV[i + 1]] or 0) + 1
@@ -183,7 +197,8 @@ class Published:
 class TrajectoryWriter:
     """A rollout server's end of the stream. `owner`: its incarnation; it may only write of groups that it holds.
 
-    `kept_ids`, `kept_ids_s`: KEPT_IDS and KEPT_IDS_S.
+    `kept_ids`, `kept_ids_s`: KEPT_IDS and KEPT_IDS_S. `blob_bytes`: the largest blob; a trajectory with more is appended
+    without it, and says so.
     """
 
     def __init__(
@@ -194,11 +209,14 @@ class TrajectoryWriter:
         *,
         kept_ids: int = KEPT_IDS,
         kept_ids_s: float = KEPT_IDS_S,
+        blob_bytes: int = BLOB_BYTES,
     ) -> None:
         self._names = keys = RunKeys(run_id)
+        self._blobs, self._blob_bytes = BlobStore(redis, run_id), blob_bytes
         self._keys = [keys.stream, keys.stream_ids, keys.accounts, keys.published_groups, keys.owners, keys.lengths]
         self._keys += [keys.earlier_stream_ids, keys.open_groups, keys.dropped_groups, keys.earlier_dropped_groups]
-        self._settings = (owner, kept_ids, kept_ids_s, KEPT_DROPPED, KEEP_ENDED_S)
+        self._keys += [keys.blobs]
+        self._settings = (owner, kept_ids, kept_ids_s, KEPT_DROPPED, KEEP_ENDED_S, keys.blob(""))
         self._publish = redis.register_script(_PUBLISH)
 
     async def publish(
@@ -227,13 +245,16 @@ class TrajectoryWriter:
         where it is another server's now, UndeliveredError where other calls of it are noted as undelivered.
         """
         keys, arguments = list(self._keys), list[str | bytes | int | float](self._settings)
+        blobs: dict[str, bytes] = {}
         for group in groups:
             of_group = [self._names.journal(group.group_id), self._names.undelivered(group.group_id)]
             if group.end is not None:
                 names = (trajectory.trajectory_id for trajectory in group.trajectories)
                 of_group += keys_of_sessions(self._names, group.group_id, names)
             keys += of_group
-            arguments += _asked(group, len(of_group))
+            arguments += self._asked(group, len(of_group), blobs)
+        if blobs:
+            await self._blobs.write(blobs)
         outcomes, finished, dropped = await self._publish(keys=keys, args=arguments)
         return Published(
             [_outcome(group, *outcome) for group, outcome in zip(groups, outcomes, strict=True)],
@@ -241,19 +262,39 @@ class TrajectoryWriter:
             [float(opened_at) for opened_at in dropped],
         )
 
-
-def _asked(group: GroupTrajectories, keys: int) -> list[str | bytes | int]:
-    """Of one group, as the script reads it."""
-    asked: list[str | bytes | int] = [group.group_id, keys, len(group.trajectories), ",".join(sorted(group.without))]
-    asked += ["1" if group.closes else "", "1" if group.end is not None else ""]
-    if group.end is not None:
-        if len(group.end.finished) != len(group.trajectories) + 1:
-            raise ValueError(f"the end of group {group.group_id} is cut in {len(group.end.finished)} pieces")
-        asked += [group.end.dropped, *group.end.finished]
-    for trajectory in group.trajectories:
-        sampled = trajectory.sampled_tokens()
-        asked += [trajectory.trajectory_id, bucket_of(sampled), sampled, encode_trajectory(trajectory)]
-    return asked
+    def _asked(self, group: GroupTrajectories, keys: int, blobs: dict[str, bytes]) -> list[str | bytes | int]:
+        """Of one group, as the script reads it; `blobs` gets what is to be written before."""
+        asked: list[str | bytes | int] = [
+            group.group_id,
+            keys,
+            len(group.trajectories),
+            ",".join(sorted(group.without)),
+        ]
+        asked += ["1" if group.closes else "", "1" if group.end is not None else ""]
+        if group.end is not None:
+            if len(group.end.finished) != len(group.trajectories) + 1:
+                raise ValueError(f"the end of group {group.group_id} is cut in {len(group.end.finished)} pieces")
+            asked += [group.end.dropped, *group.end.finished]
+        for trajectory in group.trajectories:
+            sampled = trajectory.sampled_tokens()
+            bare, blob = detach(trajectory)
+            asked += [trajectory.trajectory_id, bucket_of(sampled), sampled, encode_trajectory(bare)]
+            if blob is None:
+                asked += ["", ""]
+                continue
+            ref = reference(trajectory.trajectory_id, blob, self._blob_bytes)
+            if ref.name:
+                blobs[ref.name] = blob
+            else:
+                _log.warning(
+                    "an engine's choices are not kept",
+                    trajectory=trajectory.trajectory_id,
+                    bytes=ref.size,
+                    most=self._blob_bytes,
+                    remedy="raise rollout.blob_mib, or cut more (top_k)",
+                )
+            asked += [ref.name, msgspec.msgpack.encode(ref)]
+        return asked
 
 
 def _outcome(group: GroupTrajectories, kind: bytes, *values: bytes) -> list[str] | RollmeshError:

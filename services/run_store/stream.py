@@ -11,15 +11,17 @@ Acknowledging does not delete: entries stay until `trim`, so that a trainer can 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
+from services.run_store.blobs import END_BLOBS, BlobStore
 from services.run_store.client import LONGEST_BLOCK_MS, as_text
 from services.run_store.keys import RunKeys
+from services.wire.choices import BlobError, BlobRef, read_reference
 
 GROUP = "trainer"
 
@@ -27,9 +29,12 @@ READ_BYTES, FETCHED_AT_ONCE = 32 << 20, 64
 FIRST_ENTRY_BYTES = 256 << 10
 """What an entry is taken to be before the first was read."""
 
-# ARGV: '' when trained, else the cause of the drop; dead letters to keep, bytes of the largest; how many stream ids have
-# no dead letter, and those; then each of the others with its reason. Only what was really pending is counted.
-_SETTLE = """
+# ARGV: '' when trained, else the cause of the drop; dead letters to keep, bytes of the largest; the beginning of the keys
+# of blobs; how many stream ids have no dead letter, and those; then each of the others with its reason. Only what was
+# really pending is counted. What was trained keeps its blob until it is trimmed: a trainer may have to replay it.
+_SETTLE = (
+    END_BLOBS
+    + """
 local function settled(from, to)
   local done = 0
   for at = from, to, 4000 do
@@ -37,8 +42,8 @@ local function settled(from, to)
   end
   return done
 end
-local plain = 4 + tonumber(ARGV[4])
-local done = settled(5, plain)
+local plain = 5 + tonumber(ARGV[5])
+local done = settled(6, plain)
 for i = plain + 1, #ARGV, 2 do
   local pending = settled(i, i)
   done = done + pending
@@ -49,12 +54,31 @@ for i = plain + 1, #ARGV, 2 do
       'size', #payload, 't', #payload <= tonumber(ARGV[3]) and payload or '')
   end
 end
+if ARGV[1] ~= '' then
+  local ids = {}
+  for i = 6, plain do ids[#ids + 1] = ARGV[i] end
+  for i = plain + 1, #ARGV, 2 do ids[#ids + 1] = ARGV[i] end
+  end_blobs(KEYS[5], ARGV[4], ids)
+end
 if done > 0 then
   if ARGV[1] == '' then redis.call('HINCRBY', KEYS[2], 'trained', done)
   else redis.call('HINCRBY', KEYS[3], ARGV[1], done) end
 end
 return done
 """
+)
+
+# ARGV: the oldest stream id that is kept, the beginning of the keys of blobs, stream ids before it that have one.
+_TRIM = (
+    END_BLOBS
+    + """
+local trimmed = redis.call('XTRIM', KEYS[1], 'MINID', ARGV[1])
+local ids = {}
+for i = 3, #ARGV do ids[#ids + 1] = ARGV[i] end
+if #ids > 0 then end_blobs(KEYS[2], ARGV[2], ids) end
+return trimmed
+"""
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +87,10 @@ class StreamEntry:
 
     stream_id: str
     payload: bytes
+    ref: bytes = b""
+    """What it says of its blob (`services.wire.choices.BlobRef`); empty where it has none."""
+    blob: bytes | None = None
+    """The blob, where it was read and is there (`TrajectoryReader.with_blobs`)."""
 
 
 class TrajectoryLog:
@@ -93,6 +121,8 @@ class TrajectoryReader:
         self.caught_up = False
         """Whether the last read took all that was in the stream then."""
         self._settle = redis.register_script(_SETTLE)
+        self._trim = redis.register_script(_TRIM)
+        self._blobs = BlobStore(redis, run_id)
 
     async def open(self) -> None:
         """Create the consumer group at the stream's beginning unless it is there."""
@@ -125,7 +155,7 @@ class TrajectoryReader:
             GROUP, self._consumer, {self._keys.stream: position}, count=count, block=block_ms
         )
         found = [
-            StreamEntry(stream_id=as_text(stream_id), payload=fields[b"t"])
+            StreamEntry(stream_id=as_text(stream_id), payload=fields[b"t"], ref=fields.get(b"b", b""))
             for _, entries in _pairs(reply)
             for stream_id, fields in entries
             if fields
@@ -135,14 +165,32 @@ class TrajectoryReader:
         return found
 
     async def fetch(self, stream_ids: Sequence[str]) -> list[StreamEntry]:
-        """Entries by id, acknowledged or not, in the order asked for; those that were trimmed are missing."""
+        """Entries by id, acknowledged or not, in the order asked for, with their blobs; trimmed ones are missing."""
         replies: list[Any] = []
         for at in range(0, len(stream_ids), FETCHED_AT_ONCE):
             async with self._redis.pipeline(transaction=False) as pipe:
                 for stream_id in stream_ids[at : at + FETCHED_AT_ONCE]:
                     pipe.xrange(self._keys.stream, stream_id, stream_id)
                 replies += await pipe.execute()
-        return [StreamEntry(as_text(found[0][0]), found[0][1][b"t"]) for found in replies if found]
+        return await self.with_blobs([entry for found in replies for entry in _entries(found)])
+
+    async def with_blobs(self, entries: Sequence[StreamEntry]) -> list[StreamEntry]:
+        """The same, each with its blob, as far as it has one and it is there."""
+        found = list(entries)
+        wanted: list[tuple[int, BlobRef]] = []
+        for place, entry in enumerate(found):
+            if entry.ref:
+                try:
+                    ref = read_reference(entry.ref)
+                except BlobError:
+                    continue  # said when it is judged
+                if ref.name:
+                    wanted.append((place, ref))
+        if wanted:
+            blobs = await self._blobs.read([ref for _, ref in wanted])
+            for (place, _), blob in zip(wanted, blobs, strict=True):
+                found[place] = replace(found[place], blob=blob)
+        return found
 
     async def acknowledge_trained(self, stream_ids: Sequence[str]) -> int:
         """Settle entries whose gradient is durable; returns how many were still pending."""
@@ -161,9 +209,9 @@ class TrajectoryReader:
     async def _settle_as(self, cause: str, reasons: Mapping[str, str]) -> int:
         if not reasons:
             return 0
-        keys = [self._keys.stream, self._keys.accounts, self._keys.dropped, self._keys.dead]
+        keys = [self._keys.stream, self._keys.accounts, self._keys.dropped, self._keys.dead, self._keys.blobs]
         plain = [stream_id for stream_id, why in reasons.items() if not why]
-        arguments: list[str | int] = [cause, KEPT, LARGEST, len(plain), *plain]
+        arguments: list[str | int] = [cause, KEPT, LARGEST, self._keys.blob(""), len(plain), *plain]
         for stream_id, why in reasons.items():
             if why:
                 arguments += [stream_id, why]
@@ -194,8 +242,11 @@ class TrajectoryReader:
             raise
 
     async def trim_before(self, stream_id: str) -> int:
-        """Delete entries older than `stream_id`; call it when a checkpoint holds all of them."""
-        return int(await self._redis.xtrim(self._keys.stream, minid=stream_id, approximate=False))
+        """Delete entries older than `stream_id`, with their blobs; call it when a checkpoint holds all of them."""
+        have_blobs = map(as_text, await self._redis.hkeys(self._keys.blobs))
+        ended = [each for each in have_blobs if stream_order(each) < stream_order(stream_id)]
+        keys, arguments = [self._keys.stream, self._keys.blobs], [stream_id, self._keys.blob(""), *ended]
+        return int(await self._trim(keys=keys, args=arguments))
 
 
 def is_gone(error: RedisError) -> bool:
@@ -203,10 +254,16 @@ def is_gone(error: RedisError) -> bool:
     return isinstance(error, ResponseError) and str(error).startswith("NOGROUP")
 
 
+def stream_order(stream_id: str) -> tuple[int, int]:
+    """By which entries of the stream are ordered."""
+    milliseconds, _, sequence = stream_id.partition("-")
+    return int(milliseconds), int(sequence or 0)
+
+
 def _entries(reply: object) -> list[StreamEntry]:
     """XRANGE's reply."""
     found = cast("list[tuple[bytes, dict[bytes, bytes]]]", reply or [])
-    return [StreamEntry(as_text(stream_id), fields[b"t"]) for stream_id, fields in found]
+    return [StreamEntry(as_text(stream_id), fields[b"t"], fields.get(b"b", b"")) for stream_id, fields in found]
 
 
 def _pairs(reply: object) -> list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]:

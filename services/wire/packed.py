@@ -5,6 +5,7 @@
 | token ids  | int32   | `<i4`       |
 | loss mask  | uint8   | `|u1`       |
 | logprobs   | float32 | `<f4`       |
+| kept ids   | uint32  | `<u4`       |
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy.typing as npt
 TOKEN_DTYPE = np.dtype("<i4")
 MASK_DTYPE = np.dtype("|u1")
 LOGPROB_DTYPE = np.dtype("<f4")
+KEPT_DTYPE = np.dtype("<u4")
 
 Int32Array = npt.NDArray[np.int32]
 UInt8Array = npt.NDArray[np.uint8]
@@ -51,3 +53,13 @@ def pack_logprobs(logprobs: Sequence[float] | Float32Array) -> bytes:
 def unpack_logprobs(packed: bytes) -> Float32Array:
     """The inverse of `pack_logprobs`: a float32 array of shape `[n]` (read-only, no copy)."""
     return np.frombuffer(packed, dtype=LOGPROB_DTYPE)
+
+
+def pack_kept(numbers: Sequence[int] | npt.NDArray[np.uint32]) -> bytes:
+    """Pack ids of kept tokens, or how many there are, into 4 bytes each. Raises OverflowError for one outside uint32."""
+    return np.asarray(numbers, dtype=KEPT_DTYPE).tobytes()
+
+
+def unpack_kept(packed: bytes) -> npt.NDArray[np.uint32]:
+    """The inverse of `pack_kept`: a uint32 array of shape `[n]` (read-only, no copy)."""
+    return np.frombuffer(packed, dtype=KEPT_DTYPE)

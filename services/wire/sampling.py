@@ -54,6 +54,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     @property
+    def only_cuts(self) -> bool:
+        """Tokens come from what the cuts leave of the plain softmax: reproducible for a trainer that knows what they left."""
+        return 0.0 < self.temperature < math.inf and self.cuts and not self.shifts
+
+    @property
     def whole(self) -> bool:
         """Tokens come from the plain softmax at `temperature` > 0: what a trainer can reproduce from token ids alone."""
         return 0.0 < self.temperature < math.inf and not self.cuts and not self.shifts

@@ -75,7 +75,25 @@ class RewardSpan(msgspec.Struct, array_like=True, frozen=True):
     components: dict[str, float] = {}
 
 
-class Segment(msgspec.Struct, frozen=True):
+class SegmentChoices(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an engine chose beside the tokens of a segment, for the trainer to compute with the same.
+
+    Arrays are packed, little-endian. `kept_counts`: uint32, for each sampled token (where the mask is 1) how many tokens
+    `top_k`, `top_p` and `min_p` left to sample from; 0 where none of them cut, or it is not known. `kept_ids`: uint32,
+    their ids, those of one sampled token after the other. `experts`: `[tokens, expert_layers, expert_top]`, for each
+    token of the segment the experts that each mixture-of-experts layer chose, uint8 or uint16 (`expert_bytes` 1 or 2); all
+    of a token are the largest number of that dtype where it is not known. Empty where nothing is told of the segment.
+    """
+
+    kept_counts: bytes = b""
+    kept_ids: bytes = b""
+    experts: bytes = b""
+    expert_layers: int = 0
+    expert_top: int = 0
+    expert_bytes: int = 1
+
+
+class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
     """One unbroken token prefix. Arrays are packed as `services.wire.packed` says."""
 
     token_ids: bytes
@@ -84,6 +102,8 @@ class Segment(msgspec.Struct, frozen=True):
     version_spans: list[VersionSpan]
     break_reason: BreakReason | None = None
     """Why this segment did not extend the one before it; None for the first."""
+    choices: SegmentChoices | None = None
+    """Travel beside the trajectory (`services.wire.choices`), never in its stream entry."""
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

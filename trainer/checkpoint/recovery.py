@@ -19,6 +19,7 @@ from services.config.optimizer import ScheduleSettings
 from services.config.settings import RunSettings, TrainerSettings
 from services.policies.batching import Group, Member
 from services.run_store.stream import StreamEntry
+from services.wire.choices import BlobError, attach
 from services.wire.errors import RollmeshError
 from services.wire.trajectory import Trajectory, decode_trajectory
 from trainer.checkpoint.checkpoint import UnreadableError, restore_newest
@@ -188,14 +189,20 @@ def groups_of(record: StepRecord, entries: Sequence[StreamEntry]) -> list[Group[
             f"{len(record.entries) - len(entries)} entries of the batch from {record.version} on are gone from the stream",
             "start a new run with another --run-dir",
         )
-    return regrouped(entries)
+    try:
+        return regrouped(entries)
+    except BlobError as error:
+        what = f"the batch from {record.version} on cannot be trained as it was: {error.what}"
+        raise ReplayError(what, "start a new run with another --run-dir") from error
 
 
 def regrouped(entries: Sequence[StreamEntry]) -> list[Group[Trajectory]]:
-    """The groups of sound entries, in the order of their first siblings."""
+    """The groups of sound entries, in the order of their first siblings. Raises BlobError where a blob is missing."""
     groups: dict[str, Group[Trajectory]] = {}
     for entry in entries:
         one = decode_trajectory(entry.payload)
+        if entry.ref:
+            one = attach(one, entry.ref, entry.blob)
         group = groups.setdefault(one.group_id, Group(one.group_id, one.group_ordinal, []))
         group.members.append(Member(entry.stream_id, one.group_id, one.group_ordinal, one.group_size, one.member, one))
     return list(groups.values())

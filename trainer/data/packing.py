@@ -147,11 +147,27 @@ def _starts(lengths: Int64Array, device: torch.device | None) -> Tensor:
 
 
 @dataclass(frozen=True)
+class KeptTokens:
+    """What each of `M` tokens was sampled from: `counts` int64 `[M]`, 0 for all there are; `ids` int64 `[Σ counts]`."""
+
+    counts: Tensor
+    ids: Tensor
+
+    def take(self, chosen: Tensor) -> KeptTokens:
+        """Of these tokens, in this order."""
+        counts = self.counts[chosen]
+        begins = self.counts.cumsum(0)[chosen] - counts
+        inside = torch.arange(int(counts.sum()), device=counts.device)
+        places = torch.repeat_interleave(begins - (counts.cumsum(0) - counts), counts) + inside
+        return KeptTokens(counts, self.ids[places])
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """Segments that share a forward pass: `row`, and what is known of their tokens, flat, in the order of `row`.
 
     Of the `M` sampled ones: `places` int64, where each lies in `row`; `behaviour` float32; `current` bool, as
-    `trainer.data.staleness.Ages` has it; `temperature` float32, None when all are 1.
+    `trainer.data.staleness.Ages` has it; `temperature` float32, None when all are 1; `kept`, None when nothing was cut.
 
     Of the `N` fresh ones, staleness ≤ K: `chosen` int64, which of the M each is; `segment` int64, of which of the
     `segments`; `staleness` float32, in optimizer steps; `advantages` float32. With a critic also `values` and `returns`,
@@ -176,6 +192,7 @@ class MicroBatch:
     returns: Tensor | None = None
     teacher: Tensor | None = None
     right: Tensor | None = None
+    kept: KeptTokens | None = None
 
     @property
     def idle(self) -> bool:
@@ -314,6 +331,8 @@ def micro_batch(rows: Sequence[Row], device: torch.device | None = None) -> Micr
     def tensor(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
+    kept = None if flat.kept is None else flat.kept.take(sampled)
+
     def of_fresh(column: Float32Array | None) -> Tensor | None:
         return None if column is None else tensor(column[fresh])
 
@@ -333,6 +352,9 @@ def micro_batch(rows: Sequence[Row], device: torch.device | None = None) -> Micr
         values=of_fresh(flat.values),
         returns=of_fresh(flat.returns),
         teacher=of_fresh(flat.teacher),
+        kept=None
+        if kept is None
+        else KeptTokens(tensor(kept.counts.astype(np.int64)), tensor(kept.ids.astype(np.int64))),
     )
 
 

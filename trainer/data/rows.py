@@ -13,13 +13,40 @@ import numpy as np
 
 from services.config.algorithm import AdvantageSettings
 from services.policies.batching import Group
-from services.wire.packed import Float32Array, Int32Array
+from services.wire.packed import Float32Array, Int32Array, unpack_kept
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import BoolArray, Int64Array
 from trainer.algorithms.advantages.compute import AdvantageComputer, BatchCredits, Credits
 from trainer.algorithms.advantages.flat import FlatSegments, ranges
 from trainer.algorithms.advantages.rewards import RIGHT, Batch, success_of
 from trainer.data.staleness import NOT_SAMPLED, Ages, Int16Array, StalenessTally, judge_segments
+
+
+@dataclass(frozen=True, eq=False)
+class KeptColumn:
+    """What sampled tokens were sampled from, where `top_k`, `top_p` or `min_p` cut: `counts` int32 `[n]`, how many tokens
+    were left, 0 where all were, or nothing was sampled; `ids` int32 `[Σ counts]`, which."""
+
+    counts: Int32Array
+    ids: Int32Array
+
+    def take(self, tokens: Int64Array) -> KeptColumn:
+        """Of these tokens, in this order."""
+        ends = np.cumsum(self.counts, dtype=np.int64)
+        counts = self.counts[tokens]
+        return KeptColumn(counts, self.ids[ranges(ends[tokens] - counts, counts.astype(np.int64))])
+
+    @staticmethod
+    def joined(columns: Sequence[KeptColumn | None], lengths: Sequence[int]) -> KeptColumn | None:
+        """Columns of so many tokens, one after the other; None where none cuts."""
+        there = [column for column in columns if column is not None]
+        if not there:
+            return None
+        counts = [
+            np.zeros(length, dtype=np.int32) if column is None else column.counts
+            for column, length in zip(columns, lengths, strict=True)
+        ]
+        return KeptColumn(np.concatenate(counts), np.concatenate([column.ids for column in there]))
 
 
 @dataclass(frozen=True)
@@ -29,7 +56,8 @@ class Row:
     `advantages`: float32 `[n]`, 0 where the policy did not generate the token. `temperatures`: float32 `[n]`, with
     which each sampled token was sampled, 1 elsewhere; None when all are 1. `values`, `returns`: float32 `[n]`, a
     critic's before the batch and what they should have been; None without a critic. `teacher`: float32 `[n]`, its logprobs;
-    None without one. `group`: its number among the groups of the step. `right`: it is of a right answer.
+    None without one. `group`: its number among the groups of the step. `right`: it is of a right answer. `kept`: what it
+    was sampled from; None where nothing was cut.
     """
 
     token_ids: Int32Array
@@ -42,13 +70,15 @@ class Row:
     teacher: Float32Array | None = None
     group: int = 0
     right: bool = False
+    kept: KeptColumn | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Rows(Sequence[Row]):
     """Rows of `lengths` `[R]` tokens, end to end: the columns of `Row`, `[T]` each; `current_until` and `group` `[R]`.
 
-    `right`: `[R]`; None where nobody says what a right answer is.
+    `right`: `[R]`; None where nobody says what a right answer is. `kept_counts`, `kept_ids`: of a `KeptColumn`; None where
+    nothing was cut.
     """
 
     lengths: Int64Array
@@ -63,6 +93,14 @@ class Rows(Sequence[Row]):
     returns: Float32Array | None = None
     teacher: Float32Array | None = None
     right: BoolArray | None = None
+    kept_counts: Int32Array | None = None
+    kept_ids: Int32Array | None = None
+
+    @property
+    def kept(self) -> KeptColumn | None:
+        if self.kept_counts is None or self.kept_ids is None:
+            return None
+        return KeptColumn(self.kept_counts, self.kept_ids)
 
     @staticmethod
     def joined(rows: Sequence[Row]) -> Rows:
@@ -70,6 +108,7 @@ class Rows(Sequence[Row]):
         if isinstance(rows, Rows):
             return rows
         warm = any(row.temperatures is not None for row in rows)
+        kept = KeptColumn.joined([row.kept for row in rows], [len(row.token_ids) for row in rows])
         lengths = [len(row.token_ids) for row in rows]
         return Rows(
             np.array(lengths, dtype=np.int64),
@@ -84,6 +123,8 @@ class Rows(Sequence[Row]):
             _joined([row.returns for row in rows]),
             _joined([row.teacher for row in rows]),
             np.array([row.right for row in rows], dtype=np.bool_),
+            None if kept is None else kept.counts,
+            None if kept is None else kept.ids,
         )
 
     @property
@@ -95,6 +136,7 @@ class Rows(Sequence[Row]):
     def take(self, chosen: Int64Array) -> Rows:
         """These, in this order."""
         tokens = ranges(self.begins[chosen], self.lengths[chosen])
+        kept = None if self.kept is None else self.kept.take(tokens)
 
         def of(column: Float32Array | None) -> Float32Array | None:
             return None if column is None else column[tokens]
@@ -112,6 +154,8 @@ class Rows(Sequence[Row]):
             of(self.returns),
             of(self.teacher),
             None if self.right is None else self.right[chosen],
+            None if kept is None else kept.counts,
+            None if kept is None else kept.ids,
         )
 
     def __len__(self) -> int:
@@ -135,8 +179,9 @@ class Rows(Sequence[Row]):
         )
         ages, group = Ages(self.ages[own], int(self.current_until[index])), int(self.group[index])
         right = self.right is not None and bool(self.right[index])
+        kept = None if self.kept is None else self.kept.take(np.arange(own.start, own.stop))
         tokens, logprobs, advantages = self.token_ids[own], self.logprobs[own], self.advantages[own]
-        return Row(tokens, logprobs, ages, advantages, temperatures, values, returns, teacher, group, right)
+        return Row(tokens, logprobs, ages, advantages, temperatures, values, returns, teacher, group, right, kept)
 
 
 def rows_of(
@@ -178,6 +223,7 @@ def rows_of(
         None if by_token.returns is None else segments.spread(by_token.returns),
         None if by_token.teacher is None else segments.spread(by_token.teacher),
         np.array([success_of(one) >= RIGHT for one in batch.trajectories], dtype=np.bool_)[batch.owner],
+        *_kept(segments, batch.trajectories),
     )
     return (rows if trains.all() else rows.take(np.flatnonzero(trains))), tally
 
@@ -197,6 +243,11 @@ def to_measure(trajectories: Sequence[Trajectory]) -> Rows:
         np.zeros_like(segments.lengths),
         np.zeros(len(ages), dtype=np.float32),
         _temperatures(segments, trajectories, owner),
+        None,
+        None,
+        None,
+        None,
+        *_kept(segments, trajectories),
     )
     return rows.take(np.flatnonzero(segments.sampled_tokens()))
 
@@ -212,6 +263,24 @@ def _temperatures(segments: FlatSegments, trajectories: Sequence[Trajectory], ow
     of_spans = zip(owner[segments.span_segment].tolist(), segments.span_sampling.tolist(), strict=True)
     by_span = [trajectories[of].samplings[sampling].temperature or 1.0 for of, sampling in of_spans]
     return segments.spread(np.repeat(np.array(by_span, dtype=np.float32), segments.span_length), 1.0)
+
+
+def _kept(
+    segments: FlatSegments, trajectories: Sequence[Trajectory]
+) -> tuple[Int32Array, Int32Array] | tuple[None, None]:
+    """`counts`, `ids` of a `KeptColumn` of the segments; None where nothing was cut."""
+    choices = [segment.choices for one in trajectories for segment in one.segments]
+    told = [one for one in choices if one is not None and one.kept_counts]
+    if not told:
+        return None, None
+    sampled = segments.sampled_tokens().tolist()
+    of_sampled = [
+        unpack_kept(one.kept_counts) if one is not None and one.kept_counts else np.zeros(count, dtype=np.uint32)
+        for one, count in zip(choices, sampled, strict=True)
+    ]
+    counts = np.zeros(len(segments.token_ids), dtype=np.int32)
+    counts[segments.places] = np.concatenate(of_sampled)
+    return counts, unpack_kept(b"".join([one.kept_ids for one in told])).astype(np.int32)
 
 
 def _temperatures_of(row: Row) -> Float32Array:

@@ -280,6 +280,8 @@ class Intake:
                 settled_before.append(entry)
             elif entry.stream_id not in self._known:
                 unknown.append(entry)
+        if any(entry.ref for entry in unknown):
+            unknown = await self._reader.with_blobs(unknown)
         judged = self._validator.judge_all(unknown, newest)
         with self._changed:
             # A sibling that a batch of an earlier incarnation went without is not the first of a new group.

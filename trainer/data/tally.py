@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from services.policies.balance import Durable
 from services.policies.batching import Group
+from services.run_store.stream import stream_order
 from services.wire.trajectory import Trajectory
 
 _LATELY = 4096
@@ -84,9 +85,3 @@ class Arrivals:
     dropped: Counter[str] = field(default_factory=Counter)
     busy_s: float = 0.0
     """Spent on entries, not on waiting for them."""
-
-
-def stream_order(stream_id: str) -> tuple[int, int]:
-    """By which entries of the stream are ordered."""
-    milliseconds, _, sequence = stream_id.partition("-")
-    return int(milliseconds), int(sequence or 0)

@@ -1,6 +1,6 @@
 """Validation of stream entries: one that this trainer cannot train on is dropped with a cause, never silently.
 
-entry ──decode──► trajectory ──► ours? ──► sampled from the whole distribution? ──► fits the model? ──► Member
+entry ──decode──► trajectory ──► ours? ──► sampled from a known distribution?   ──► fits the model? ──► Member
   └──────────────────┴──────────────┴────────────────┴──────────────────────────────┴───────────────► Rejected(cause)
 
 One bad entry must not end a run, nor reach its loss: whatever bytes are in the stream, `judge` answers one of the two.
@@ -17,8 +17,9 @@ import numpy as np
 
 from services.policies.batching import DropCause, Member, Objection
 from services.run_store.stream import StreamEntry
+from services.wire.choices import BlobError, attach, check_kept
 from services.wire.errors import UNDECODABLE, WireError
-from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
+from services.wire.packed import unpack_kept, unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import (
     TRAJECTORY_SCHEMA,
@@ -58,7 +59,8 @@ class Validator:
     """`vocabulary`: token ids lie below it. `longest`: tokens a segment may have. `tokenizer`: digest of the vocabulary.
 
     A trajectory of which the writer knew no tokenizer is judged by its ids alone. `greedy_baseline`: the first sibling of a
-    group was sampled greedily. `cost`: a reward component that there must be.
+    group was sampled greedily. `cost`: a reward component that there must be. `masks`: tokens that `top_p`, `top_k` or
+    `min_p` left are trained, where it is known which these are.
     """
 
     run_id: str
@@ -67,9 +69,12 @@ class Validator:
     tokenizer: str = ""
     greedy_baseline: bool = False
     cost: str | None = None
+    masks: bool = True
 
     def judge_all(self, entries: Sequence[StreamEntry], newest_version: int) -> list[Member[Trajectory] | Rejected]:
         """`judge` of each. Where all are sound, which is the rule, they are looked at together, for a third of the time."""
+        if any(entry.ref for entry in entries):
+            return [self.judge(entry, newest_version) for entry in entries]
         try:
             trajectories = [parse_trajectory(entry.payload) for entry in entries]
         except WireError:
@@ -84,6 +89,14 @@ class Validator:
             trajectory = decode_trajectory(entry.payload)
         except WireError as error:
             return Rejected(entry.stream_id, _cause_of(error), str(error), group_of(entry))
+        if entry.ref:
+            try:
+                trajectory = attach(trajectory, entry.ref, entry.blob)
+                for segment in trajectory.segments:
+                    check_kept(segment, self.vocabulary)
+            except BlobError as error:
+                why = f"trajectory {trajectory.trajectory_id}: {error.what}"
+                return Rejected(entry.stream_id, DropCause.NO_BLOB, why, trajectory.group_id)
         objection = self._objection(trajectory, newest_version)
         if objection is not None:
             cause, why = objection
@@ -148,8 +161,12 @@ class Validator:
         for sampling in trajectory.samplings:
             if baseline and (sampling.temperature != 0.0 or sampling.shifts):
                 return DropCause.SAMPLING, f"is its group's baseline and was sampled with {sampling}: not greedily"
-            if not baseline and not sampling.whole:
+            if not baseline and not sampling.whole and not (self.masks and sampling.only_cuts):
                 return DropCause.SAMPLING, f"was sampled with {sampling}: not from the whole distribution"
+        if untold := _untold(trajectory):
+            cut = next(sampling for sampling in trajectory.samplings if sampling.only_cuts)
+            what = f"was sampled with {cut}, and its engine did not tell what that left of {untold} tokens"
+            return DropCause.SAMPLING, what
         if trajectory.group_size < 2:
             return DropCause.INCONSISTENT_GROUP, f"is of a group of {trajectory.group_size}"
         for segment in trajectory.segments:
@@ -177,6 +194,22 @@ class Validator:
             if highest > ABOVE_ZERO:
                 return DropCause.BAD_NUMBER, f"has a logprob of {highest:g}: no probability is above 1"
         return None
+
+
+def _untold(trajectory: Trajectory) -> int:
+    """How many of its tokens were sampled from a truncated distribution of which nobody knows what it was."""
+    if not any(sampling.only_cuts for sampling in trajectory.samplings):
+        return 0
+    untold = 0
+    for segment in trajectory.segments:
+        cut = np.repeat(
+            [trajectory.samplings[span.sampling].only_cuts for span in segment.version_spans],
+            [span.length for span in segment.version_spans],
+        )
+        packed = b"" if segment.choices is None else segment.choices.kept_counts
+        counts = unpack_kept(packed) if packed else np.zeros(len(cut), dtype=np.uint32)
+        untold += int(np.count_nonzero(cut & (counts == 0)))
+    return untold
 
 
 def _spans_fit(one: Trajectory, newest_version: int) -> bool:

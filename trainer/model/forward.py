@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from services.wire.errors import UsageError
-from trainer.data.packing import PackedRow, lay_end_to_end, lay_shared
+from trainer.data.packing import KeptTokens, PackedRow, lay_end_to_end, lay_shared
 from trainer.data.sharing import share
 from trainer.model import packed_attention
 from trainer.model.head import Terms, head_terms, linear_head, logit_terms
@@ -88,16 +88,19 @@ class PackedForward:
         tokens: Tensor,
         temperature: Tensor | None = None,
         *,
+        kept: KeptTokens | None = None,
         entropy: bool = False,
     ) -> Terms:
-        """What the model says of `tokens`, int64 `[N]`, behind those at `places`; as `logits` has them."""
+        """What the model says of `tokens`, int64 `[N]`, behind those at `places`; as `logits` has them. `kept`: what each
+        was sampled from."""
         row, places = self._condensed(row, places)
         part = self._part(row)
         if part is None:
-            return self._terms(row, places, tokens, temperature, entropy=entropy)
+            return self._terms(row, places, tokens, temperature, kept, entropy=entropy)
         mine, own = part.own_places(places)
         of_mine = None if temperature is None else temperature[mine]
-        found = self._terms(row, own, tokens[mine], of_mine, entropy=entropy)
+        kept_of_mine = None if kept is None else kept.take(mine)
+        found = self._terms(row, own, tokens[mine], of_mine, kept_of_mine, entropy=entropy)
         if found.entropy is None:
             return Terms(part.gathered(found.logprobs, mine, len(places)))
         both = part.gathered(torch.stack([found.logprobs, found.entropy], dim=-1), mine, len(places))
@@ -140,10 +143,17 @@ class PackedForward:
     # What follows computes this rank's tokens of a condensed row; `places` are among them.
 
     def _terms(
-        self, row: PackedRow, places: Tensor, tokens: Tensor, temperature: Tensor | None, *, entropy: bool
+        self,
+        row: PackedRow,
+        places: Tensor,
+        tokens: Tensor,
+        temperature: Tensor | None,
+        kept: KeptTokens | None,
+        *,
+        entropy: bool,
     ) -> Terms:
         if self._head is None:
-            return logit_terms(self._logits(row, places), tokens, temperature, entropy=entropy)
+            return logit_terms(self._logits(row, places), tokens, temperature, kept=kept, entropy=entropy)
         head = self._head
 
         def by_head() -> tuple[Tensor, Tensor | None]:
@@ -154,7 +164,7 @@ class PackedForward:
             # Read here: outside, the weights of a sharded model are other objects.
             weight, shard = local_rows(head.weight)
             bias = None if head.bias is None else local_rows(head.bias)[0]
-            terms = head_terms(hidden, weight, tokens, temperature, bias=bias, entropy=entropy, shard=shard)
+            terms = head_terms(hidden, weight, tokens, temperature, kept=kept, bias=bias, entropy=entropy, shard=shard)
             # No view: nothing may be written into what stands for the whole pass.
             return terms.logprobs.clone(), terms.entropy
 

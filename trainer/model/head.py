@@ -22,11 +22,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trainer.data.packing import KeptTokens
 from trainer.parallel.vocabulary import VocabularyShard
 
 _CHUNK = {"cpu": 1 << 23, "cuda": 1 << 27}
 """Logits of a chunk: 32 MiB of float32, of which four are held; twice as many would save 5 to 10 % of the head's time on
 a CPU. GPUs want more rows."""
+_NO_CHANCE = -1e30
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ def head_terms(
     tokens: Tensor,
     temperature: Tensor | None = None,
     *,
+    kept: KeptTokens | None = None,
     bias: Tensor | None = None,
     entropy: bool = False,
     top: int = 0,
@@ -55,7 +58,8 @@ def head_terms(
     """What a linear head says of `tokens`, with gradients for `hidden`, `weight` and `bias`.
 
     `hidden` `[M, H]`; `weight` `[V, H]`, multiplied in `hidden`'s dtype; `tokens` int64 `[M]`; `temperature` float32 `[M]`,
-    None for 1 everywhere; `bias` `[V]`. `top`: how many of the likeliest tokens are asked for. `chunk`: logits of a chunk.
+    None for 1 everywhere; `bias` `[V]`. `kept`: the tokens, of the whole vocabulary, that there were to sample from; all
+    others have no chance. `top`: how many of the likeliest tokens are asked for. `chunk`: logits of a chunk.
     Sums are made in float32, in float64 where `hidden` is.
 
     `shard`: which part of the vocabulary `weight` and `bias` are, `V` of it, where other ranks have the others: all call
@@ -68,7 +72,7 @@ def head_terms(
     if temperature is not None:
         temperature = temperature.to(wide)
     found: tuple[Tensor, Tensor, Tensor] = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, tokens, temperature, entropy, top, rows, shard
+        hidden, weight, bias, tokens, temperature, kept, entropy, top, rows, shard
     )
     logprobs, of_entropy, ids = found
     return Terms(
@@ -91,6 +95,7 @@ class _ChunkedHead(torch.autograd.Function):
         bias: Tensor | None,
         tokens: Tensor,
         temperature: Tensor | None,
+        cuts: KeptTokens | None,
         entropy: bool,
         top: int,
         rows: int,
@@ -108,6 +113,8 @@ class _ChunkedHead(torch.autograd.Function):
         for start in range(0, count, rows):
             own = slice(start, start + rows)
             logits = _logits(hidden[own], cast, cast_bias, _of(temperature, own), wide)
+            if cuts is not None:
+                cut_(logits, cuts, own, shard)
             if shard is not None:
                 log_p = _of_shard(
                     logits, shard, ids[own], logprobs[own], normaliser[own], _of(of_entropy, own, entropy)
@@ -124,7 +131,7 @@ class _ChunkedHead(torch.autograd.Function):
                 of_entropy[own] = -torch.linalg.vecdot(log_p.exp(), log_p)
             kept = log_p if count <= rows else None
         ctx.save_for_backward(hidden, weight, bias, temperature, ids, normaliser, of_entropy, kept)
-        ctx.entropy, ctx.rows, ctx.shard = entropy, rows, shard
+        ctx.entropy, ctx.rows, ctx.shard, ctx.cuts = entropy, rows, shard, cuts
         ctx.mark_non_differentiable(ids)
         return logprobs, of_entropy, ids
 
@@ -146,7 +153,10 @@ class _ChunkedHead(torch.autograd.Function):
             if kept is not None:
                 log_p = kept
             else:
-                log_p = _logits(hidden[own], cast, cast_bias, scale, wide).sub_(normaliser[own, None])
+                log_p = _logits(hidden[own], cast, cast_bias, scale, wide)
+                if ctx.cuts is not None:
+                    cut_(log_p, ctx.cuts, own, shard)
+                log_p.sub_(normaliser[own, None])
             slopes, pull = log_p.exp(), pulled[own, None]
             if ctx.entropy:
                 # What is kept may be asked for again.
@@ -172,7 +182,7 @@ class _ChunkedHead(torch.autograd.Function):
                 to_bias += slopes.sum(0)
         if shard is not None and to_hidden is not None:
             shard.summed(to_hidden)
-        return to_hidden, to_weight, to_bias, None, None, None, None, None, None
+        return to_hidden, to_weight, to_bias, None, None, None, None, None, None, None
 
 
 def _of_shard(
@@ -216,6 +226,24 @@ def _logits(
     return logits if temperature is None else logits.div_(temperature[:, None])
 
 
+def cut_(logits: Tensor, kept: KeptTokens, own: slice, shard: VocabularyShard | None = None) -> None:
+    """Leave no chance, in place, to what is not `kept` of rows `own`. `logits` `[rows, V]`, or the shard's columns of it.
+
+    A finite number stands for −∞: its product with a probability of 0 must be 0.
+    """
+    counts = kept.counts[own]
+    before = int(kept.counts[: own.start].sum())
+    ids = kept.ids[before : before + int(counts.sum())]
+    rows = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+    if shard is not None:
+        ids, inside = shard.own(ids)
+        inside = inside.bool()
+        rows, ids = rows[inside], ids[inside]
+    gone = (counts > 0)[:, None].expand(logits.shape).clone()
+    gone[rows, ids] = False
+    logits.masked_fill_(gone, _NO_CHANCE)
+
+
 def _of(column: Tensor | None, own: slice, wanted: bool = True) -> Tensor | None:
     return None if column is None or not wanted else column[own]
 
@@ -231,11 +259,22 @@ def linear_head(model: PreTrainedModel) -> nn.Linear | None:
     return head if type(head) is nn.Linear and not bent else None
 
 
-def logit_terms(logits: Tensor, tokens: Tensor, temperature: Tensor | None, *, entropy: bool = False) -> Terms:
-    """The same of logits that are there: `logits` `[…, V]`, `tokens` int64 `[…]`, `temperature` float32 `[…]` or None."""
+def logit_terms(
+    logits: Tensor,
+    tokens: Tensor,
+    temperature: Tensor | None,
+    *,
+    kept: KeptTokens | None = None,
+    entropy: bool = False,
+) -> Terms:
+    """The same of logits that are there: `logits` `[…, V]`, `tokens` int64 `[…]`, `temperature` float32 `[…]` or None; with
+    `kept`, `logits` `[N, V]`."""
     logits = logits.float()
     if temperature is not None:
         logits = logits / temperature.unsqueeze(-1)
+    if kept is not None:
+        logits = logits.clone()
+        cut_(logits, kept, slice(0, len(logits)))
     chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     normaliser = logits.logsumexp(-1)
     logprobs: Tensor = chosen - normaliser

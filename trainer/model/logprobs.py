@@ -23,12 +23,13 @@ from trainer.parallel.ranks import Ranks, meeting
 
 
 def sampled_terms(policy: PackedForward, micro: MicroBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Logprobs, float32 `[M]`, of the sampled tokens of a micro-batch at the temperatures that they were sampled with.
+    """Logprobs, float32 `[M]`, of the sampled tokens of a micro-batch at the temperatures that they were sampled with,
+    among the tokens that there were to sample from.
 
     With `entropy` also that of the distribution that each was sampled from, in nats.
     """
     tokens = micro.row.input_ids[0, micro.places]
-    terms = policy.terms(micro.row, micro.places - 1, tokens, micro.temperature, entropy=entropy)
+    terms = policy.terms(micro.row, micro.places - 1, tokens, micro.temperature, kept=micro.kept, entropy=entropy)
     return terms.logprobs, terms.entropy
 
 

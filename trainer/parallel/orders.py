@@ -33,6 +33,8 @@ _DTYPES = {
     "returns": np.float32,
     "teacher": np.float32,
     "right": np.bool_,
+    "kept_counts": np.int32,
+    "kept_ids": np.int32,
 }
 """The columns of `Rows`, in its order."""
 

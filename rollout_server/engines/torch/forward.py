@@ -13,7 +13,7 @@ import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 import torch
@@ -148,14 +148,15 @@ def _close(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> bool
     return bool(((ours - theirs).abs() <= tolerance).all())
 
 
-Recorded = Callable[..., torch.Tensor]
+Recorded = Callable[..., Any]
+"""Returns what the code that was recorded returns."""
 
 
 class RecordingError(Exception):
     """The code cannot be traced: it branches on values, or does what torch.jit does not support."""
 
 
-def record(code: Callable[..., torch.Tensor], example: tuple[torch.Tensor, ...]) -> Recorded:
+def record(code: Callable[..., Any], example: tuple[torch.Tensor, ...]) -> Recorded:
     """`torch.jit.trace` of a function or module: one call from Python instead of hundreds.
 
     On a small model more than half of a decode step is Python (batch 1: 1.6 ms → 0.55 traced, batch 128: 3.3 → 1.8). And

@@ -34,23 +34,34 @@ class UniformSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token and its logprob a row. `likeliest`: for each row the (id, logprob) asked for, best first."""
+    """One token and its logprob a row. `likeliest`: for each row the (id, logprob) asked for, best first. `kept`: for each
+    row the ids that it was sampled from, uint32 packed little-endian, where they were asked for; empty for the others."""
 
     tokens: list[int]
     logprobs: list[float]
     likeliest: list[list[tuple[int, float]]] | None = None
+    kept: list[bytes] | None = None
 
 
 class RowParameters:
     """The parameters of the rows of one batch, as tensors. Made anew when rows come or go.
 
-    `likeliest`: how many alternatives each row wants told; none for any row, if left out.
+    `likeliest`: how many alternatives each row wants told; none for any row, if left out. `kept`: which rows want told
+    what they are sampled from.
     """
 
     def __init__(
-        self, rows: Sequence[SamplingParams], vocabulary: int, device: torch.device, likeliest: Sequence[int] = ()
+        self,
+        rows: Sequence[SamplingParams],
+        vocabulary: int,
+        device: torch.device,
+        likeliest: Sequence[int] = (),
+        kept: Sequence[bool] = (),
     ) -> None:
         self.likeliest = [min(count, vocabulary) for count in likeliest] if any(likeliest) else []
+        self.kept = [
+            row for row, wanted in enumerate(kept) if wanted and rows[row].cuts and rows[row].temperature > 0.0
+        ]
         greedy = [row.temperature == 0.0 for row in rows]
         free = [no_sampling or not row.cuts for row, no_sampling in zip(rows, greedy, strict=True)]
         self.all_greedy = all(greedy) and not self.likeliest
@@ -93,7 +104,7 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, rows: RowParameters, seeded: Sequence[tuple[int, UniformSource]]) -> Sampled:
         """Tokens and logprobs from float32 logits `[rows, vocabulary]`. `seeded`: (row, its source)."""
-        likeliest = None
+        likeliest = kept = None
         if rows.all_greedy:
             sampled = self._greedy(logits)
         else:
@@ -104,12 +115,13 @@ class Sampler:
             if rows.plain:
                 sampled = self._plain(logits, column, rows.temperature)
             else:
-                sampled = self._restricted(
+                sampled, restricted = self._restricted(
                     logits, column, rows.temperature, rows.greedy, rows.floor, rows.top_k, rows.top_p
                 )
-                likeliest = _likeliest(logits, rows) if rows.likeliest else None
+                likeliest = _likeliest(restricted, rows) if rows.likeliest else None
+                kept = _kept(restricted, rows.kept) if rows.kept else None
         both: npt.NDArray[np.float64] = (sampled if sampled.device.type == "cpu" else sampled.cpu()).numpy()
-        return Sampled(both[0].astype(np.int64).tolist(), both[1].tolist(), likeliest)
+        return Sampled(both[0].astype(np.int64).tolist(), both[1].tolist(), likeliest, kept)
 
 
 def seeded_source(seed: int, index: int, sampled: int = 0) -> UniformSource:
@@ -140,11 +152,11 @@ def sample_restricted(
     floor: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
-) -> torch.Tensor:
-    """As `sample_plain`, from what `restricted_logprobs` leaves. `greedy`: bool `[rows, 1]`: take the likeliest."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `sample_plain`, from what `restricted_logprobs` leaves; and that. `greedy`: bool `[rows, 1]`: the likeliest."""
     logprobs = restricted_logprobs(logits, temperature, floor, top_k, top_p)
     tokens = torch.where(greedy, logits.argmax(dim=-1, keepdim=True), _invert(logprobs, uniforms))
-    return _pair(tokens, logprobs.gather(1, tokens))
+    return _pair(tokens, logprobs.gather(1, tokens)), logprobs
 
 
 def restricted_logprobs(
@@ -169,9 +181,17 @@ def restricted_logprobs(
     return scaled.masked_fill(torch.zeros_like(cut).scatter(1, order, cut), float("-inf")).log_softmax(dim=-1)
 
 
-def _likeliest(logits: torch.Tensor, rows: RowParameters) -> list[list[tuple[int, float]]]:
+def _kept(logprobs: torch.Tensor, wanted: Sequence[int]) -> list[bytes]:
+    """Of each row the ids that `restricted_logprobs` left a chance; nothing of rows that are not wanted."""
+    kept = [b""] * len(logprobs)
+    left: npt.NDArray[np.bool_] = logprobs[list(wanted)].isfinite().cpu().numpy()
+    for row, chances in zip(wanted, left, strict=True):
+        kept[row] = np.flatnonzero(chances).astype("<u4").tobytes()
+    return kept
+
+
+def _likeliest(logprobs: torch.Tensor, rows: RowParameters) -> list[list[tuple[int, float]]]:
     """What each row wants told of the distribution it samples from; tokens without a chance are left out."""
-    logprobs = restricted_logprobs(logits, rows.temperature, rows.floor, rows.top_k, rows.top_p)
     values, ids = logprobs.topk(max(rows.likeliest), dim=-1)
     told = []
     for count, row_ids, row_values in zip(rows.likeliest, ids.tolist(), values.tolist(), strict=True):

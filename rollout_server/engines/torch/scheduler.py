@@ -78,6 +78,7 @@ class _Sample:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     likeliest: list[list[tuple[int, float]]] = field(default_factory=list)
+    kept: list[bytes] = field(default_factory=list)
     sent: int = 0
     prompt: PromptLogprobs | None = None
 
@@ -234,6 +235,7 @@ class Scheduler:
             self._vocabulary,
             self._device,
             [request.top_logprobs for request in requests],
+            [request.kept for request in requests],
         )
         self._seeded = [(row, s.source) for row, s in enumerate(self._samples) if s.source is not None]
         shaped = [
@@ -291,6 +293,10 @@ class Scheduler:
             for sample, told in zip(self._samples, sampled.likeliest, strict=True):
                 if sample.ticket.request.top_logprobs:
                     sample.likeliest.append(told)
+        if sampled.kept is not None:
+            for sample, ids in zip(self._samples, sampled.kept, strict=True):
+                if ids:
+                    sample.kept.append(ids)
         for row, (sample, token, logprob) in enumerate(
             zip(self._samples, sampled.tokens, sampled.logprobs, strict=True)
         ):
@@ -363,4 +369,5 @@ def _delta(sample: _Sample, reason: FinishReason | None) -> GenerationDelta:
     request = sample.ticket.request
     likeliest = sample.likeliest[sent:] if request.top_logprobs else None
     prompt = sample.prompt if sent == 0 else None
-    return GenerationDelta(request.request_id, sample.index, tokens, logprobs, found, reason, likeliest, prompt)
+    kept = sample.kept[sent:] if sample.kept else None
+    return GenerationDelta(request.request_id, sample.index, tokens, logprobs, found, reason, likeliest, prompt, kept)
