@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from rollout_server.chat.tokenizer import Renderer
-from rollout_server.completions.base import AnswerDeps, AnswerService
+from rollout_server.completions.base import AnswerDeps, AnswerService, Recorded
 from rollout_server.completions.service import CompletionServices
 from rollout_server.completions.turns import TurnTaker
 from rollout_server.engines.base import Engine
@@ -290,7 +290,7 @@ class RolloutServer:
                 journal,
                 self.until_accepting,
                 plan.tracing,
-                records_kept=plan.settings.rollout.sampling_masks,
+                records=self._recorded(),
             ),
             answer_service=AnswerService(
                 AnswerDeps(
@@ -299,7 +299,7 @@ class RolloutServer:
                     until_accepting=self.until_accepting,
                     partial_every=plan.settings.rollout.draft_every_tokens,
                     tracing=plan.tracing,
-                    records_kept=plan.settings.rollout.sampling_masks,
+                    records=self._recorded(),
                 ),
                 self.fail,
             ),
@@ -312,6 +312,10 @@ class RolloutServer:
             evaluations=EvaluationStore(redis, plan.run_id),
             log=log,
         )
+
+    def _recorded(self) -> Recorded:
+        rollout = self.plan.settings.rollout
+        return Recorded(masks=rollout.sampling_masks, experts=rollout.routing_replay)
 
     def _store_use(self) -> StoreUse | None:
         """What Redis held at the last heartbeat; None where that bounds nothing."""

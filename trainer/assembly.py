@@ -225,6 +225,7 @@ class Assembly:
             cost=advantage.cost.component,
             # A teacher tells logprobs of its whole distribution.
             masks=self._client is None,
+            experts=None if learner.replay is None else learner.replay.shape,
         )
         group_filter = GroupFilter(
             most_equal=advantage.dynamic_sampling_most if advantage.dynamic_sampling else 0,

@@ -40,18 +40,28 @@ _DIGITS = 24
 
 
 @dataclass(frozen=True)
-class AnswerDeps:
-    """What answers are made with. `partial_every`: tokens after which an answer that is not streamed is journaled.
+class Recorded:
+    """What is written down of the engine's choices in training calls: `masks`, which tokens the cuts left
+    (`rollout.sampling_masks`); `experts`, which ones a mixture chose (`rollout.routing_replay`)."""
 
-    `records_kept`: write down which tokens the cuts of training calls left (`rollout.sampling_masks`).
-    """
+    masks: bool = False
+    experts: bool = False
+
+
+RECORDED = Recorded()
+"""Nothing."""
+
+
+@dataclass(frozen=True)
+class AnswerDeps:
+    """What answers are made with. `partial_every`: tokens after which an answer that is not streamed is journaled."""
 
     engine: Engine
     journal: Journal
     until_accepting: UntilAccepting
     partial_every: int
     tracing: Tracing = NO_TRACING
-    records_kept: bool = False
+    records: Recorded = RECORDED
 
 
 @dataclass(frozen=True)
@@ -77,8 +87,8 @@ class AnswerContext:
         """Deltas of prompt number `prompt`; those of a partial answer are given out once they are in the journal."""
         deps, partial = self.deps, self.partial
         trains = self.session.terms.purpose == "train"
-        kept = trains and deps.records_kept and request.sampling.only_cuts
-        request = replace(request, background=not trains, kept=kept)
+        kept = trains and deps.records.masks and request.sampling.only_cuts
+        request = replace(request, background=not trains, kept=kept, experts=trains and deps.records.experts)
         if partial is None:
             return resume(deps.engine, request, deps.until_accepting)
         streamed = request.stream
@@ -303,7 +313,13 @@ def written(context: Context, samples: Sequence[Sample[Piece]]) -> list[NodeReco
     return [
         msgspec.structs.replace(
             node_record(
-                context.parent, context.addition, sample.token_ids, sample.logprobs, sample.versions, sample.kept
+                context.parent,
+                context.addition,
+                sample.token_ids,
+                sample.logprobs,
+                sample.versions,
+                sample.kept,
+                sample.experts,
             ),
             reason=context.reason,
         )

@@ -206,6 +206,7 @@ class PartialAnswer:
             finish_reason=delta.finish_reason,
             top_logprobs=delta.top_logprobs,
             kept=delta.kept,
+            experts=delta.experts,
         )
         return self._journal.add_partial(self._group_id, self.key, part)
 
@@ -230,5 +231,13 @@ def _delta(part: PartialPart, request_id: str) -> GenerationDelta:
     logprobs.frombytes(part.logprobs)
     top = part.top_logprobs
     return GenerationDelta(
-        request_id, part.index, tokens.tolist(), logprobs.tolist(), part.spans, part.finish_reason, top, kept=part.kept
+        request_id,
+        part.index,
+        tokens.tolist(),
+        logprobs.tolist(),
+        part.spans,
+        part.finish_reason,
+        top,
+        kept=part.kept,
+        experts=part.experts,
     )

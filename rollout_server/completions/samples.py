@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 from rollout_server.engines.base import FinishReason, GenerationDelta, kept_of
 from rollout_server.sessions.capture import CaptureError, check_sampled
 from services.policies.continuation import joined_versions
-from services.wire.trajectory import VersionSpan
+from services.wire.trajectory import ExpertChoices, VersionSpan
 
 Piece = TypeVar("Piece")
 PieceOut = TypeVar("PieceOut", covariant=True)
@@ -36,7 +36,7 @@ class Reader(Protocol[PieceOut]):
 
 @dataclass(slots=True)
 class Sample(Generic[Piece]):
-    """One answer being generated. `versions`: spans over its tokens. `kept`: as `GenerationDelta` has it."""
+    """One answer being generated. `versions`: spans over its tokens. `kept`, `experts`: as `GenerationDelta` has them."""
 
     index: int
     reader: Reader[Piece]
@@ -45,6 +45,7 @@ class Sample(Generic[Piece]):
     versions: list[VersionSpan] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     kept: list[bytes] | None = None
+    experts: ExpertChoices | None = None
     finish_reason: FinishReason | None = None
 
     def add(self, delta: GenerationDelta) -> tuple[Piece, int]:
@@ -59,6 +60,7 @@ class Sample(Generic[Piece]):
             self.finish_reason = "stop"
         if self.kept is not None:
             self.kept += kept_of(delta)[:keep]
+        self.experts = delta.experts if self.experts is None else self.experts.then(delta.experts)
         self.token_ids += delta.token_ids[:keep]
         self.logprobs += delta.logprobs[:keep]
         for span in delta.versions:

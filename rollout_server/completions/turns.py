@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rollout_server.chat.tokenizer import Renderer
-from rollout_server.completions.base import generating, note_sampled
+from rollout_server.completions.base import RECORDED, Recorded, generating, note_sampled
 from rollout_server.completions.resumable import UntilAccepting, resume
 from rollout_server.completions.sampling import within
 from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest, collect
@@ -62,10 +62,9 @@ class TurnTaker:
         until_accepting: UntilAccepting,
         tracing: Tracing = NO_TRACING,
         *,
-        records_kept: bool = False,
+        records: Recorded = RECORDED,
     ) -> None:
-        """`records_kept`: write down which tokens the cuts of training calls left (`rollout.sampling_masks`)."""
-        self._records_kept = records_kept
+        self._records = records
         self._engine = engine
         self._renderer = renderer
         self._journal = journal
@@ -117,6 +116,7 @@ class TurnTaker:
                             delta.logprobs,
                             delta.versions,
                             delta.kept,
+                            delta.experts,
                         ),
                         delta.finish_reason or "stop",
                         None if own == sampling else own,
@@ -174,7 +174,8 @@ class TurnTaker:
                     sampling=self._fit(sampling, len(prompt)),
                     n=len(positions),
                     background=group.purpose == "evaluate",
-                    kept=self._records_kept and group.purpose == "train" and sampling.only_cuts,
+                    kept=self._records.masks and group.purpose == "train" and sampling.only_cuts,
+                    experts=self._records.experts and group.purpose == "train",
                 ),
                 positions,
             )

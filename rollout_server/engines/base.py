@@ -17,7 +17,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from services.wire.errors import RollmeshError
 from services.wire.sampling import SamplingParams
-from services.wire.trajectory import VersionSpan
+from services.wire.trajectory import ExpertChoices, VersionSpan
 from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -42,6 +42,7 @@ class GenerationRequest:
 
     `prompt_logprobs`: tell those of the prompt's own tokens too, all computed anew by one policy version; for `n` = 1.
     `kept`: tell of each token which ones `top_k`, `top_p` and `min_p` left to sample from, where the engine can.
+    `experts`: tell which experts a mixture chose, where the engine was started to keep that.
     """
 
     request_id: str
@@ -58,6 +59,7 @@ class GenerationRequest:
     background: bool = False
     prompt_logprobs: bool = False
     kept: bool = False
+    experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ class GenerationDelta:
     first, of the distribution that `logprobs` are of; never one of probability 0; None unless asked for.
     `prompt_logprobs`: where they were asked for, with the first delta that has a token, of the version that sampled it.
     `kept`: for each token the ids, uint32 packed little-endian and ascending, that could have been sampled in its place and
-    itself, empty where it is not known; None where it was not asked for.
+    itself, empty where it is not known; None where it was not asked for. `experts`: where asked for, of the tokens
+    computed since the last delta: those of the prompt, and all that were sampled but for the newest; counted from the
+    prompt's first.
     """
 
     request_id: str
@@ -93,6 +97,7 @@ class GenerationDelta:
     top_logprobs: list[list[tuple[int, float]]] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     kept: list[bytes] | None = None
+    experts: ExpertChoices | None = None
 
 
 @dataclass(frozen=True)
@@ -240,6 +245,7 @@ def join(first: GenerationDelta, second: GenerationDelta) -> GenerationDelta:
         top_logprobs=_join_alternatives(first, second),
         prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
         kept=join_kept(first, second),
+        experts=second.experts if first.experts is None else first.experts.then(second.experts),
     )
 
 

@@ -89,6 +89,7 @@ def _torch_engine(
         weights_key=weights_key,
         file_root=None if root is None else str(root),
         trust_remote_code=settings.model.trust_remote_code,
+        keep_experts=settings.rollout.routing_replay,
     )
     if own_process:
         from rollout_server.engines.torch.process.client import CoreProcess

@@ -20,7 +20,7 @@ from services.wire.errors import UNDECODABLE, WireError
 from services.wire.rollout_api import Purpose
 from services.wire.sampling import SamplingParams
 from services.wire.session_api import SessionState
-from services.wire.trajectory import BreakReason, VersionSpan
+from services.wire.trajectory import BreakReason, ExpertChoices, VersionSpan
 
 JOURNAL_SCHEMA = 2
 
@@ -69,7 +69,8 @@ class SaidRecord(msgspec.Struct, frozen=True, array_like=True):
 
 class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
     """One sample. `parent`: number of the node that it extends, −1 for a root. `text`: digest and length in bytes of the
-    whole text that a completions client saw. `kept`: as `engines.base.GenerationDelta` has it."""
+    whole text that a completions client saw. `kept`: as `engines.base.GenerationDelta` has it; `experts`:
+    of the tokens from the parent's last on, but for the last of these."""
 
     parent: int
     prompt: bytes
@@ -80,6 +81,7 @@ class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
     said: SaidRecord | None = None
     text: tuple[bytes, int] | None = None
     kept: list[bytes] | None = None
+    experts: ExpertChoices | None = None
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True, tag="answered", omit_defaults=True):
@@ -162,6 +164,7 @@ class PartialPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
     finish_reason: FinishReason | None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     kept: list[bytes] | None = None
+    experts: ExpertChoices | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

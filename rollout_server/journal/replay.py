@@ -22,7 +22,7 @@ from rollout_server.sessions.session import Reward, Said, Session, Terms
 from services.wire.errors import WireError
 from services.wire.rollout_api import SamplingLimits
 from services.wire.sampling import SamplingParams
-from services.wire.trajectory import VersionSpan
+from services.wire.trajectory import ExpertChoices, VersionSpan
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,17 @@ def node_record(
     logprobs: Sequence[float],
     spans: Sequence[VersionSpan],
     kept: list[bytes] | None = None,
+    experts: ExpertChoices | None = None,
 ) -> records.NodeRecord:
-    """A sample to be written down: without a reason, and without what a chat call remembers of it."""
+    """A sample to be written down: without a reason, and without what a chat call remembers of it.
+
+    `experts`: of all tokens from the beginning of its prompt, as an engine tells them.
+    """
+    if experts is not None:
+        before = 0 if parent is None else parent.end
+        end = before + len(prompt) + len(sampled) - 1
+        known = experts.begin == 0 and experts.end >= end
+        experts = experts.part(max(0, before - 1), end) if known else None
     return records.NodeRecord(
         parent=-1 if parent is None else parent.number,
         prompt=array("i", prompt).tobytes(),
@@ -148,6 +157,7 @@ def node_record(
         spans=list(spans),
         reason=None,
         kept=kept,
+        experts=experts,
     )
 
 
@@ -246,4 +256,6 @@ def _add_node(session: Session, record: records.NodeRecord, sampling: SamplingPa
     sampled.frombytes(record.sampled)
     logprobs.frombytes(record.logprobs)
     parent = None if record.parent < 0 else capture.nodes[record.parent]
-    return capture.record(parent, prompt, sampled, logprobs, record.spans, sampling, record.reason, record.kept)
+    return capture.record(
+        parent, prompt, sampled, logprobs, record.spans, sampling, record.reason, record.kept, record.experts
+    )

@@ -26,7 +26,7 @@ from typing import Generic, TypeVar
 from services.wire.errors import RollmeshError
 from services.wire.packed import pack_kept, pack_logprobs, pack_tokens
 from services.wire.sampling import SamplingParams
-from services.wire.trajectory import BreakReason, Segment, SegmentChoices, VersionSpan
+from services.wire.trajectory import BreakReason, ExpertChoices, Segment, SegmentChoices, VersionSpan
 
 
 class CaptureError(RollmeshError):
@@ -40,7 +40,8 @@ class Node:
     """One answer. `spans` lie over `sampled` alone; `end` is the length of the path up to and with the last sampled token.
 
     `number`: its place in the order of recording, from 0. `kept`: for each sampled token the ids that the cuts left, as
-    `engines.base.GenerationDelta` has them; None where nobody asked.
+    `engines.base.GenerationDelta` has them; `experts`: of the tokens from the parent's last one on, but for its own last
+    one. None where nobody asked.
     """
 
     number: int
@@ -52,6 +53,7 @@ class Node:
     break_reason: BreakReason | None
     end: int
     kept: list[bytes] | None = None
+    experts: ExpertChoices | None = None
     children: list[Node] = field(default_factory=list)
 
 
@@ -128,6 +130,7 @@ class Capture:
         sampling: SamplingParams,
         break_reason: BreakReason | None = None,
         kept: list[bytes] | None = None,
+        experts: ExpertChoices | None = None,
     ) -> Node:
         """Add one answer. `prompt`: the tokens between `parent`'s path (nothing, for a root) and the first sampled one.
 
@@ -136,6 +139,9 @@ class Capture:
         """
         if kept is not None and len(kept) != len(token_ids):
             raise CaptureError(f"the engine gave {len(token_ids)} tokens, and what it kept of {len(kept)}")
+        computed = len(prompt) + len(token_ids) - (parent is None)
+        if experts is not None and len(experts.packed) != computed * experts.token_bytes:
+            raise CaptureError(f"the engine gave {len(experts.packed)} bytes of experts of {computed} tokens")
         check_sampled(token_ids, logprobs, versions)
         index = self._sampling_index(sampling)
         spans: list[VersionSpan] = []
@@ -155,6 +161,7 @@ class Capture:
             break_reason if parent is None else None,
             (0 if parent is None else parent.end) + len(prompt) + len(token_ids),
             kept,
+            experts,
         )
         self.nodes.append(node)
         (self.roots if parent is None else parent.children).append(node)
@@ -311,11 +318,26 @@ def _segment_along(nodes: Sequence[Node], number: int, positions: dict[Node, tup
     if not spans:
         return None
     reason = "branch" if shared else nodes[0].break_reason or ("branch" if number else None)
-    choices = None
+    experts = _experts_along(nodes)
+    choices = None if experts is None else SegmentChoices(experts=experts)
     if any(kept):
         counts = array("I", [len(ids) // 4 for ids in kept])
-        choices = SegmentChoices(kept_counts=pack_kept(counts), kept_ids=b"".join(kept))
+        choices = SegmentChoices(kept_counts=pack_kept(counts), kept_ids=b"".join(kept), experts=experts)
     return Segment(pack_tokens(tokens), bytes(mask), pack_logprobs(logprobs), spans, reason, choices)
+
+
+def _experts_along(nodes: Sequence[Node]) -> ExpertChoices | None:
+    """Of all tokens of the path, each as it was computed first: that of a last token by what follows it."""
+    like = next((node.experts for node in nodes if node.experts is not None), None)
+    if like is None:
+        return None
+    unknown, packed, before = b"\xff" * like.token_bytes, [], 0
+    for node in nodes:
+        alike = node.experts is not None and node.experts.token_bytes == like.token_bytes
+        computed = node.end - before - (node.parent is None)
+        packed.append(node.experts.packed if node.experts is not None and alike else unknown * computed)
+        before = node.end
+    return ExpertChoices(like.layers, like.top, like.itemsize, b"".join([*packed, unknown]))
 
 
 def _append_merged(spans: list[VersionSpan], span: VersionSpan) -> None:

@@ -75,6 +75,11 @@ def check_engine(settings: RunSettings, engine: str) -> None:
             f"rollout.vllm.{next(iter(given))} is not read by engine {engine}",
             "leave [rollout.vllm] out, or set engine=vllm",
         )
+    if settings.rollout.routing_replay and engine != "torch":
+        raise UsageError(
+            f"rollout.routing_replay: engine {engine} does not tell here which experts it chose",
+            "use engine torch, or leave it out",
+        )
     if engine != "torch":
         return
     if settings.rollout.tensor_parallel > 1:

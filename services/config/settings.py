@@ -114,6 +114,10 @@ class RolloutSettings(Section):
         default=True,
         description="Which tokens top_p, top_k and min_p left is kept with each answer, so that it can be trained",
     )
+    routing_replay: bool = Field(
+        default=False,
+        description="Which experts a mixture chose for each token is kept with each answer; the trainer chooses the same",
+    )
     blob_mib: int = Field(
         default=64, ge=1, le=500, description="Most that is kept of an engine's choices beside a trajectory"
     )

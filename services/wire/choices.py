@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from services.wire.errors import UNDECODABLE, WireError
-from services.wire.packed import unpack_kept, unpack_mask, unpack_tokens
+from services.wire.packed import unpack_experts, unpack_kept, unpack_mask, unpack_tokens
 from services.wire.trajectory import Segment, SegmentChoices, Trajectory
 
 CHOICES_SCHEMA = 1
@@ -124,3 +124,33 @@ def check_kept(segment: Segment, vocabulary: int) -> None:
     itself[owner[ids == sampled[owner]]] = True
     if not itself[counts > 0].all():
         raise BlobError("it has a sampled token that is not among those that were kept")
+
+
+def check_experts(segment: Segment, layers: int, top: int, experts: int) -> None:
+    """Raise BlobError unless the experts of a segment that has choices are those of `layers` layers which choose `top` of
+    so many `experts`, for each of its tokens."""
+    choices = None if segment.choices is None else segment.choices.experts
+    if choices is None:
+        return
+    if (choices.layers, choices.top) != (layers, top):
+        what = f"its engine chose {choices.top} experts in each of {choices.layers} layers"
+        raise BlobError(f"{what}, the model chooses {top} in each of {layers}")
+    try:
+        found = unpack_experts(choices.packed, layers, top, choices.itemsize)
+    except ValueError as error:
+        raise BlobError(f"its experts cannot be read: {error}") from error
+    if len(found) != len(segment.loss_mask):
+        raise BlobError(f"it has the experts of {len(found)} tokens, and {len(segment.loss_mask)} tokens")
+    if len(found) and int(found.max()) >= experts:
+        raise BlobError(f"it has an expert outside 0 … {experts - 1}")
+
+
+def without_experts(trajectory: Trajectory) -> Trajectory:
+    """The same, without what is known of its experts."""
+    segments = [
+        segment
+        if segment.choices is None or segment.choices.experts is None
+        else msgspec.structs.replace(segment, choices=msgspec.structs.replace(segment.choices, experts=None))
+        for segment in trajectory.segments
+    ]
+    return msgspec.structs.replace(trajectory, segments=segments)

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,8 @@ TOKEN_DTYPE = np.dtype("<i4")
 MASK_DTYPE = np.dtype("|u1")
 LOGPROB_DTYPE = np.dtype("<f4")
 KEPT_DTYPE = np.dtype("<u4")
+_EXPERT_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("|u1"), 2: np.dtype("<u2")}
+"""By their size in bytes. The largest number says that a choice is not known."""
 
 Int32Array = npt.NDArray[np.int32]
 UInt8Array = npt.NDArray[np.uint8]
@@ -53,6 +56,20 @@ def pack_logprobs(logprobs: Sequence[float] | Float32Array) -> bytes:
 def unpack_logprobs(packed: bytes) -> Float32Array:
     """The inverse of `pack_logprobs`: a float32 array of shape `[n]` (read-only, no copy)."""
     return np.frombuffer(packed, dtype=LOGPROB_DTYPE)
+
+
+def expert_dtype(experts: int) -> np.dtype[Any]:
+    """Of the numbers of so many experts, beside the largest one."""
+    return _EXPERT_DTYPES[1 if experts < 256 else 2]
+
+
+def unpack_experts(packed: bytes, layers: int, top: int, itemsize: int) -> npt.NDArray[np.int16]:
+    """int16 `[tokens, layers · top]`, −1 where it is not known. Raises ValueError for bytes that are not so."""
+    if itemsize not in _EXPERT_DTYPES or layers < 1 or top < 1 or len(packed) % (layers * top * itemsize):
+        raise ValueError(f"{len(packed)} bytes are no choices of {layers} layers, {top} of {itemsize} bytes each")
+    dtype = _EXPERT_DTYPES[itemsize]
+    found = np.frombuffer(packed, dtype=dtype).reshape(-1, layers * top)
+    return np.where(found == np.iinfo(dtype).max, -1, found.astype(np.int32)).astype(np.int16)
 
 
 def pack_kept(numbers: Sequence[int] | npt.NDArray[np.uint32]) -> bytes:

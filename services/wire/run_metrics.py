@@ -130,6 +130,9 @@ class TokenStatistics:
     """k3 estimate of KL(π_behaviour ‖ π) a token: r − 1 − log r (Schulman 2020, "Approximating KL divergence")."""
     teacher_kl: float | None = None
     """log π_behaviour − log π_teacher, the mean over tokens of rows that were trained; None without a teacher."""
+    routing_replayed: float | None = None
+    """Sampled tokens of rows that were trained for which the trainer chose the experts that the engine had chosen for the
+    token before; None where it did for none."""
     figures: dict[str, float | None] = field(default_factory=dict)
     """Of a loss of the user's own, by its names: means over tokens of rows that were trained."""
 

@@ -55,7 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def only_cuts(self) -> bool:
-        """Tokens come from what the cuts leave of the plain softmax: reproducible for a trainer that knows what they left."""
+        """Tokens come from what the cuts leave of the plain softmax: reproducible if it is known what that is."""
         return 0.0 < self.temperature < math.inf and self.cuts and not self.shifts
 
     @property

@@ -75,22 +75,55 @@ class RewardSpan(msgspec.Struct, array_like=True, frozen=True):
     components: dict[str, float] = {}
 
 
+class ExpertChoices(msgspec.Struct, frozen=True, array_like=True):
+    """Which experts each of `layers` layers chose, `top` each, for some tokens in a row, from number `begin` on: `[tokens,
+    layers, top]`, numbers of `itemsize` bytes, little-endian (`services.wire.packed`)."""
+
+    layers: int
+    top: int
+    itemsize: int
+    packed: bytes
+    begin: int = 0
+
+    @property
+    def token_bytes(self) -> int:
+        return self.layers * self.top * self.itemsize
+
+    @property
+    def end(self) -> int:
+        """The number of the token after the last."""
+        return self.begin + len(self.packed) // self.token_bytes
+
+    def part(self, begin: int, end: int) -> ExpertChoices:
+        """Of tokens `begin … end − 1`, as far as they are among these."""
+        first, after = (max(0, each - self.begin) * self.token_bytes for each in (begin, end))
+        return ExpertChoices(self.layers, self.top, self.itemsize, self.packed[first:after], max(begin, self.begin))
+
+    def then(self, later: ExpertChoices | None) -> ExpertChoices | None:
+        """And those of later tokens, computed since; of tokens that were computed again, as they were first.
+
+        None where tokens between are missing.
+        """
+        if later is None:
+            return self
+        if later.begin > self.end or later.token_bytes != self.token_bytes:
+            return None
+        more = later.part(self.end, later.end).packed
+        return ExpertChoices(self.layers, self.top, self.itemsize, self.packed + more, self.begin)
+
+
 class SegmentChoices(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an engine chose beside the tokens of a segment, for the trainer to compute with the same.
 
     Arrays are packed, little-endian. `kept_counts`: uint32, for each sampled token (where the mask is 1) how many tokens
     `top_k`, `top_p` and `min_p` left to sample from; 0 where none of them cut, or it is not known. `kept_ids`: uint32,
-    their ids, those of one sampled token after the other. `experts`: `[tokens, expert_layers, expert_top]`, for each
-    token of the segment the experts that each mixture-of-experts layer chose, uint8 or uint16 (`expert_bytes` 1 or 2); all
-    of a token are the largest number of that dtype where it is not known. Empty where nothing is told of the segment.
+    their ids, those of one sampled token after the other. `experts`: for each token of the segment; those of one are the
+    largest number that there is where they are not known. Empty, and None, where nothing is told of the segment.
     """
 
     kept_counts: bytes = b""
     kept_ids: bytes = b""
-    experts: bytes = b""
-    expert_layers: int = 0
-    expert_top: int = 0
-    expert_bytes: int = 1
+    experts: ExpertChoices | None = None
 
 
 class Segment(msgspec.Struct, frozen=True, omit_defaults=True):

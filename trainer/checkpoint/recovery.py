@@ -160,6 +160,8 @@ def _fingerprint(settings: RunSettings, without: set[str], steps: int | None = N
     # Its name of before.
     trainer["updates_per_batch"] = trainer.pop("minibatches_per_batch")
     named = {"k": settings.k, "seed": settings.seed, "trainer": trainer}
+    if settings.rollout.routing_replay:
+        named["routing_replay"] = True
     canonical = msgspec.json.encode(named if steps is None else named | {"steps": steps}, order="sorted")
     return hashlib.blake2b(canonical, digest_size=16).hexdigest()
 

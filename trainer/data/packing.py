@@ -26,7 +26,7 @@ from trainer.algorithms.advantages.flat import ranges
 from trainer.algorithms.losses.tokens import BatchSize
 from trainer.data.rows import Row, Rows
 from trainer.data.sharing import Layout, by_prefix, share
-from trainer.data.staleness import NOT_SAMPLED, StalenessTally
+from trainer.data.staleness import NOT_SAMPLED, Int16Array, StalenessTally
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class PackedRow:
 
     `input_ids`, `position_ids`: int64 `[1, T]`. `starts`: int32 `[rows + 1]`, where each begins, and `T`.
     Invariant: Σ length · count over `runs` is `T`. `shared`: None where each row sees itself alone. `needs`: what of the
-    rows is needed, None for all.
+    rows is needed, None for all. `experts`: int16 `[1, T, layers · top]`, which ones the layers of a mixture are to choose,
+    −1 for what they will; None for that everywhere.
     """
 
     input_ids: Tensor
@@ -63,6 +64,7 @@ class PackedRow:
     runs: tuple[tuple[int, int], ...]
     shared: SharedStems | None = None
     needs: Needs | None = None
+    experts: Tensor | None = None
 
     @property
     def longest(self) -> int:
@@ -84,21 +86,24 @@ class Needs:
     """Of each row of a packed one only some tokens are read: those after which a token was sampled.
 
     `token_ids`: all rows', end to end; `lengths` `[rows]`. `needed` `[rows]`: how many tokens stand before the last sampled
-    one.
+    one. `contents`: numbers that differ where tokens are not computed alike (`Rows.contents`); `experts` `[T, …]`.
     """
 
     token_ids: Int32Array
     lengths: Int64Array
     needed: Int64Array
+    contents: Int32Array
+    experts: Int16Array | None = None
     _condensed: dict[int, Condensed] = field(default_factory=dict, compare=False)
     """By width: several models may compute one batch."""
 
     def condensed(self, width: int, device: torch.device) -> Condensed:
         """For a model of hidden size `width`, on `device`."""
         if width not in self._condensed:
-            layout = share(self.token_ids, self.lengths.tolist(), self.needed.tolist(), width)
+            layout = share(self.contents, self.lengths.tolist(), self.needed.tolist(), width)
             places = torch.from_numpy(layout.packed).to(device)
-            self._condensed[width] = Condensed(lay_shared(layout, self.token_ids, device), places)
+            row = lay_shared(layout, self.token_ids, device, self.experts)
+            self._condensed[width] = Condensed(row, places)
         return self._condensed[width]
 
 
@@ -110,8 +115,10 @@ def lay_end_to_end(rows: Sequence[Int32Array], device: torch.device | None = Non
     return _end_to_end(np.concatenate(rows), lengths, device)
 
 
-def lay_shared(layout: Layout, tokens: Int32Array, device: torch.device | None = None) -> PackedRow:
-    """As `layout` says. `tokens`: of the rows that it is of, end to end."""
+def lay_shared(
+    layout: Layout, tokens: Int32Array, device: torch.device | None = None, experts: Int16Array | None = None
+) -> PackedRow:
+    """As `layout` says. `tokens`, `experts`: of the rows that it is of, end to end."""
     own, counts, before = (np.array(column, dtype=np.int64) for column in zip(*layout.runs, strict=True))
     shared = SharedStems(
         before=tuple(before.tolist()),
@@ -125,11 +132,16 @@ def lay_shared(layout: Layout, tokens: Int32Array, device: torch.device | None =
         starts=_starts(np.repeat(own, counts), device),
         runs=tuple((length, count) for length, count, _ in layout.runs),
         shared=shared if before.any() else None,
+        experts=None if experts is None else torch.from_numpy(experts[layout.source])[None].to(device),
     )
 
 
 def _end_to_end(
-    tokens: Int32Array, lengths: Int64Array, device: torch.device | None, needs: Needs | None = None
+    tokens: Int32Array,
+    lengths: Int64Array,
+    device: torch.device | None,
+    needs: Needs | None = None,
+    experts: Int16Array | None = None,
 ) -> PackedRow:
     return PackedRow(
         input_ids=torch.from_numpy(tokens.astype(np.int64))[None].to(device),
@@ -137,6 +149,7 @@ def _end_to_end(
         starts=_starts(lengths, device),
         runs=tuple((length, len(list(run))) for length, run in groupby(lengths.tolist())),
         needs=needs,
+        experts=None if experts is None else torch.from_numpy(np.ascontiguousarray(experts))[None].to(device),
     )
 
 
@@ -193,6 +206,8 @@ class MicroBatch:
     teacher: Tensor | None = None
     right: Tensor | None = None
     kept: KeptTokens | None = None
+    replayed: int = 0
+    """How many of the M are computed with the experts that the engine chose for the token before."""
 
     @property
     def idle(self) -> bool:
@@ -289,7 +304,7 @@ def split_shares(rows: Rows, budget: int, stem_width: int | None, shares: int) -
     places = np.where(rows.ages != NOT_SAMPLED, np.arange(len(rows.ages)), -1)
     last = np.maximum.reduceat(places, begins) - begins
     needed = np.where(last > 0, last, rows.lengths).tolist()
-    order, common = by_prefix(rows.token_ids, begins.tolist(), needed)
+    order, common = by_prefix(rows.contents, begins.tolist(), needed)
     return fill_sharing(order, common, needed, budget, stem_width, ranks=shares)
 
 
@@ -332,12 +347,13 @@ def micro_batch(rows: Sequence[Row], device: torch.device | None = None) -> Micr
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     kept = None if flat.kept is None else flat.kept.take(sampled)
+    replayed = 0 if flat.experts is None else int(np.count_nonzero(flat.experts[sampled - 1, 0] >= 0))
 
     def of_fresh(column: Float32Array | None) -> Tensor | None:
         return None if column is None else tensor(column[fresh])
 
     return MicroBatch(
-        row=_end_to_end(flat.token_ids, lengths, device, _needs(flat, of, place)),
+        row=_end_to_end(flat.token_ids, lengths, device, _needs(flat, of, place), flat.experts),
         segments=len(lengths),
         places=tensor(sampled),
         behaviour=tensor(flat.logprobs[sampled]),
@@ -355,6 +371,7 @@ def micro_batch(rows: Sequence[Row], device: torch.device | None = None) -> Micr
         kept=None
         if kept is None
         else KeptTokens(tensor(kept.counts.astype(np.int64)), tensor(kept.ids.astype(np.int64))),
+        replayed=replayed,
     )
 
 
@@ -363,4 +380,5 @@ def _needs(rows: Rows, of: Int64Array, place: Int64Array) -> Needs | None:
     counts = np.bincount(of, minlength=len(rows))
     if not counts.all():
         return None
-    return Needs(rows.token_ids, rows.lengths, place[np.cumsum(counts) - 1])
+    needed = place[np.cumsum(counts) - 1]
+    return Needs(rows.token_ids, rows.lengths, needed, rows.contents, rows.experts)

@@ -13,7 +13,7 @@ import numpy as np
 
 from services.config.algorithm import AdvantageSettings
 from services.policies.batching import Group
-from services.wire.packed import Float32Array, Int32Array, unpack_kept
+from services.wire.packed import Float32Array, Int32Array, unpack_experts, unpack_kept
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import BoolArray, Int64Array
 from trainer.algorithms.advantages.compute import AdvantageComputer, BatchCredits, Credits
@@ -57,7 +57,8 @@ class Row:
     which each sampled token was sampled, 1 elsewhere; None when all are 1. `values`, `returns`: float32 `[n]`, a
     critic's before the batch and what they should have been; None without a critic. `teacher`: float32 `[n]`, its logprobs;
     None without one. `group`: its number among the groups of the step. `right`: it is of a right answer. `kept`: what it
-    was sampled from; None where nothing was cut.
+    was sampled from; None where nothing was cut. `experts`: int16 `[n, layers · top]`, what a mixture's layers chose, −1
+    where it is not known; None where nobody says.
     """
 
     token_ids: Int32Array
@@ -71,6 +72,7 @@ class Row:
     group: int = 0
     right: bool = False
     kept: KeptColumn | None = None
+    experts: Int16Array | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +80,7 @@ class Rows(Sequence[Row]):
     """Rows of `lengths` `[R]` tokens, end to end: the columns of `Row`, `[T]` each; `current_until` and `group` `[R]`.
 
     `right`: `[R]`; None where nobody says what a right answer is. `kept_counts`, `kept_ids`: of a `KeptColumn`; None where
-    nothing was cut.
+    nothing was cut. `experts`: int16 `[T, layers · top]`, as `Row` has them.
     """
 
     lengths: Int64Array
@@ -95,6 +97,16 @@ class Rows(Sequence[Row]):
     right: BoolArray | None = None
     kept_counts: Int32Array | None = None
     kept_ids: Int32Array | None = None
+    experts: Int16Array | None = None
+
+    @property
+    def contents(self) -> Int32Array:
+        """`[T]`: equal numbers where tokens are computed alike, if what stands before them is: the ids, or, with experts, a
+        number for each pair of an id and its experts that there is."""
+        if self.experts is None:
+            return self.token_ids
+        both = np.concatenate([self.token_ids[:, None], self.experts.astype(np.int32)], axis=1)
+        return np.unique(both, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int32)
 
     @property
     def kept(self) -> KeptColumn | None:
@@ -125,6 +137,7 @@ class Rows(Sequence[Row]):
             np.array([row.right for row in rows], dtype=np.bool_),
             None if kept is None else kept.counts,
             None if kept is None else kept.ids,
+            _joined_experts([row.experts for row in rows], lengths),
         )
 
     @property
@@ -156,6 +169,7 @@ class Rows(Sequence[Row]):
             None if self.right is None else self.right[chosen],
             None if kept is None else kept.counts,
             None if kept is None else kept.ids,
+            None if self.experts is None else self.experts[tokens],
         )
 
     def __len__(self) -> int:
@@ -180,8 +194,10 @@ class Rows(Sequence[Row]):
         ages, group = Ages(self.ages[own], int(self.current_until[index])), int(self.group[index])
         right = self.right is not None and bool(self.right[index])
         kept = None if self.kept is None else self.kept.take(np.arange(own.start, own.stop))
+        experts = None if self.experts is None else self.experts[own]
         tokens, logprobs, advantages = self.token_ids[own], self.logprobs[own], self.advantages[own]
-        return Row(tokens, logprobs, ages, advantages, temperatures, values, returns, teacher, group, right, kept)
+        columns = values, returns, teacher, group, right, kept, experts
+        return Row(tokens, logprobs, ages, advantages, temperatures, *columns)
 
 
 def rows_of(
@@ -210,6 +226,7 @@ def rows_of(
     if skip_idle:
         signal = np.repeat(segments.span_segment, segments.span_length)[by_token.advantages != 0.0]
         trains &= np.bincount(signal, minlength=len(segments.lengths)) > 0
+    kept = _kept(segments, batch.trajectories)
     rows = Rows(
         segments.lengths,
         segments.token_ids,
@@ -223,7 +240,9 @@ def rows_of(
         None if by_token.returns is None else segments.spread(by_token.returns),
         None if by_token.teacher is None else segments.spread(by_token.teacher),
         np.array([success_of(one) >= RIGHT for one in batch.trajectories], dtype=np.bool_)[batch.owner],
-        *_kept(segments, batch.trajectories),
+        kept_counts=None if kept is None else kept.counts,
+        kept_ids=None if kept is None else kept.ids,
+        experts=_experts(batch.trajectories, segments.lengths),
     )
     return (rows if trains.all() else rows.take(np.flatnonzero(trains))), tally
 
@@ -234,6 +253,7 @@ def to_measure(trajectories: Sequence[Trajectory]) -> Rows:
     owner = np.repeat(np.arange(len(trajectories)), [len(one.segments) for one in trajectories])
     ages = np.full(len(segments.token_ids), NOT_SAMPLED, dtype=np.int16)
     ages[segments.places] = 0
+    kept = _kept(segments, trajectories)
     rows = Rows(
         segments.lengths,
         segments.token_ids,
@@ -243,11 +263,9 @@ def to_measure(trajectories: Sequence[Trajectory]) -> Rows:
         np.zeros_like(segments.lengths),
         np.zeros(len(ages), dtype=np.float32),
         _temperatures(segments, trajectories, owner),
-        None,
-        None,
-        None,
-        None,
-        *_kept(segments, trajectories),
+        kept_counts=None if kept is None else kept.counts,
+        kept_ids=None if kept is None else kept.ids,
+        experts=_experts(trajectories, segments.lengths),
     )
     return rows.take(np.flatnonzero(segments.sampled_tokens()))
 
@@ -265,14 +283,12 @@ def _temperatures(segments: FlatSegments, trajectories: Sequence[Trajectory], ow
     return segments.spread(np.repeat(np.array(by_span, dtype=np.float32), segments.span_length), 1.0)
 
 
-def _kept(
-    segments: FlatSegments, trajectories: Sequence[Trajectory]
-) -> tuple[Int32Array, Int32Array] | tuple[None, None]:
-    """`counts`, `ids` of a `KeptColumn` of the segments; None where nothing was cut."""
+def _kept(segments: FlatSegments, trajectories: Sequence[Trajectory]) -> KeptColumn | None:
+    """Of all tokens of the segments; None where nothing was cut."""
     choices = [segment.choices for one in trajectories for segment in one.segments]
     told = [one for one in choices if one is not None and one.kept_counts]
     if not told:
-        return None, None
+        return None
     sampled = segments.sampled_tokens().tolist()
     of_sampled = [
         unpack_kept(one.kept_counts) if one is not None and one.kept_counts else np.zeros(count, dtype=np.uint32)
@@ -280,7 +296,30 @@ def _kept(
     ]
     counts = np.zeros(len(segments.token_ids), dtype=np.int32)
     counts[segments.places] = np.concatenate(of_sampled)
-    return counts, unpack_kept(b"".join([one.kept_ids for one in told])).astype(np.int32)
+    return KeptColumn(counts, unpack_kept(b"".join([one.kept_ids for one in told])).astype(np.int32))
+
+
+def _experts(trajectories: Sequence[Trajectory], lengths: Int64Array) -> Int16Array | None:
+    """int16 `[T, layers · top]` of all segments; None where nobody says, −1 where one does not."""
+    segments = [segment.choices for one in trajectories for segment in one.segments]
+    choices = [None if one is None else one.experts for one in segments]
+    return _joined_experts(
+        [None if one is None else unpack_experts(one.packed, one.layers, one.top, one.itemsize) for one in choices],
+        lengths.tolist(),
+    )
+
+
+def _joined_experts(columns: Sequence[Int16Array | None], lengths: Sequence[int]) -> Int16Array | None:
+    known = [column for column in columns if column is not None]
+    if not known:
+        return None
+    width = known[0].shape[1]
+    return np.concatenate(
+        [
+            np.full((length, width), -1, dtype=np.int16) if column is None else column
+            for column, length in zip(columns, lengths, strict=True)
+        ]
+    )
 
 
 def _temperatures_of(row: Row) -> Float32Array:

@@ -17,7 +17,7 @@ import numpy as np
 
 from services.policies.batching import DropCause, Member, Objection
 from services.run_store.stream import StreamEntry
-from services.wire.choices import BlobError, attach, check_kept
+from services.wire.choices import BlobError, attach, check_experts, check_kept, without_experts
 from services.wire.errors import UNDECODABLE, WireError
 from services.wire.packed import unpack_kept, unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.sampling import SamplingParams
@@ -60,7 +60,8 @@ class Validator:
 
     A trajectory of which the writer knew no tokenizer is judged by its ids alone. `greedy_baseline`: the first sibling of a
     group was sampled greedily. `cost`: a reward component that there must be. `masks`: tokens that `top_p`, `top_k` or
-    `min_p` left are trained, where it is known which these are.
+    `min_p` left are trained, where it is known which these are. `experts`: layers of the model that choose, how many
+    experts each, and of how many, where they are replayed; None where what is known of them is let go of.
     """
 
     run_id: str
@@ -70,6 +71,7 @@ class Validator:
     greedy_baseline: bool = False
     cost: str | None = None
     masks: bool = True
+    experts: tuple[int, int, int] | None = None
 
     def judge_all(self, entries: Sequence[StreamEntry], newest_version: int) -> list[Member[Trajectory] | Rejected]:
         """`judge` of each. Where all are sound, which is the rule, they are looked at together, for a third of the time."""
@@ -89,11 +91,18 @@ class Validator:
             trajectory = decode_trajectory(entry.payload)
         except WireError as error:
             return Rejected(entry.stream_id, _cause_of(error), str(error), group_of(entry))
+        if any(segment.choices is not None for segment in trajectory.segments):
+            why = f"trajectory {trajectory.trajectory_id} holds what its engine chose, which belongs into a blob"
+            return Rejected(entry.stream_id, DropCause.MALFORMED, why, trajectory.group_id)
         if entry.ref:
             try:
                 trajectory = attach(trajectory, entry.ref, entry.blob)
                 for segment in trajectory.segments:
                     check_kept(segment, self.vocabulary)
+                    if self.experts is not None:
+                        check_experts(segment, *self.experts)
+                if self.experts is None:
+                    trajectory = without_experts(trajectory)
             except BlobError as error:
                 why = f"trajectory {trajectory.trajectory_id}: {error.what}"
                 return Rejected(entry.stream_id, DropCause.NO_BLOB, why, trajectory.group_id)
@@ -141,6 +150,7 @@ class Validator:
             and math.isfinite(one.finished_at)
             and all(map(math.isfinite, one.reward_components.values()))
             and not one.reward_spans
+            and all(segment.choices is None for segment in one.segments)
             and one.group_size >= 2
             and (self.cost is None or self.cost in one.reward_components)
         )

@@ -34,6 +34,7 @@ from trainer.model import packed_attention
 from trainer.model.head import Terms, head_terms, linear_head, logit_terms
 from trainer.model.precision import Precision, compute_dtype, computing
 from trainer.model.reach import limited, short_reach, untried
+from trainer.model.routing_replay import RoutingReplay
 from trainer.parallel.sharding import inside, let_go
 from trainer.parallel.ulysses import ContextSlice, slice_of
 from trainer.parallel.vocabulary import local_rows
@@ -61,13 +62,18 @@ class PackedForward:
         precision: Precision = "float32",
         context: DeviceMesh | None = None,
         root: torch.nn.Module | None = None,
+        replay: RoutingReplay | None = None,
     ) -> None:
         """`precision`: of passes; weights keep theirs. `context`: a mesh of one dimension, whose ranks share each row's
         tokens; all of them call the same things in the same order. `root`: what is sharded and has `model` as a part of it;
         left out: `model`. Its ranks all make this at the same time.
 
-        Raises UsageError where the device does not have the precision, and where the model cannot be shared so.
+        `replay`: of the model; passes choose the experts that their rows say.
+
+        Raises UsageError where the device does not have the precision, and where the model cannot be shared so, or its
+        routing cannot be replayed.
         """
+        self._replay: RoutingReplay | None = None
         self._model, self._root = model, model if root is None else root
         self._context: DeviceMesh | None = None
         self._dtype = compute_dtype(precision, model.device)
@@ -79,6 +85,8 @@ class PackedForward:
         self._head = self._linear_head()
         if context is not None and context.size() > 1:
             self._share(context)
+        if replay is not None:
+            self._try_replay(replay)
         let_go(self._root)
 
     def terms(
@@ -205,6 +213,9 @@ class PackedForward:
         part, ids, positions = self._part(row), row.input_ids, row.position_ids
         if part is not None:
             ids, positions = part.own(ids), part.own(positions)
+        if self._replay is not None:
+            experts = row.experts
+            self._replay.give(experts if experts is None or part is None else part.own(experts))
         inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False}
         return inputs | (packed_attention.keywords(row, part) if self.separation == "within" else {})
 
@@ -261,6 +272,18 @@ class PackedForward:
                     return self.separation
         _log.info("packed rows are computed apart", model_type=model.config.model_type, why="its tokens see other rows")
         return "apart"
+
+    def _try_replay(self, replay: RoutingReplay) -> None:
+        if self.separation == "apart":
+            kind = self._model.config.model_type
+            raise UsageError(
+                f"rollout.routing_replay: packed rows of {kind} models are computed apart, for which it is not made",
+                "leave it out",
+            )
+        replay.begin_trial()
+        self._every(_probe(self._model))
+        replay.end_trial()
+        self._replay = replay
 
     def _stem_width(self) -> int | None:
         """Tried too, on three rows of which two begin alike."""

@@ -32,6 +32,7 @@ from trainer.model.forward import PackedForward, Separation
 from trainer.model.logprobs import Reference, sampled_terms
 from trainer.model.optimizer import make_optimizer, outer_weights
 from trainer.model.router_loss import RouterLoss
+from trainer.model.routing_replay import RoutingReplay
 from trainer.model.token_stats import StepSums
 from trainer.parallel.gradients import clip_gradients
 from trainer.parallel.ranks import Ranks
@@ -53,14 +54,15 @@ class Learner:
         adapters: Adapters | None = None,
         ranks: Ranks | None = None,
         fill: Fill | None = None,
+        replays: bool = False,
     ) -> None:
         """`reference`: the policy that the run began with; `run_steps`: optimizer steps of the whole run; `adapters`: those
         of `model`, where they alone are trained: with them off the model is the reference itself. `ranks`: over which the
         weights are sharded; each calls the same methods at the same time, with its own passes. `fill`: what reads the
-        weights of a `model` on meta.
+        weights of a `model` on meta. `replays`: its layers choose the experts that rows say.
 
-        Raises UsageError where the loss needs a reference, or the schedule the run's steps, and there is none, and where
-        the loss balances experts that the model has not.
+        Raises UsageError where the loss needs a reference, or the schedule the run's steps, and there is none, where the
+        loss balances experts that the model has not, and where the choice of experts cannot be replayed.
         """
         # No dropout: the ratio to the engine's policy must come from the weights alone.
         self.model = model.eval()
@@ -76,10 +78,11 @@ class Learner:
         recompute_activations(self.model, settings.activation_checkpointing, offload=settings.activation_offload)
         # Before the model's class is another, of torch's.
         self._router = RouterLoss(model) if settings.loss.router_aux else None
+        self.replay = RoutingReplay(model) if replays else None
         shard(self.model, self._ranks, reshard=settings.parallel.reshard_after_forward is not False)
         if fill is not None:
             fill(self.model, self._ranks.device)
-        self._policy = PackedForward(self.model, settings.dtype, self._ranks.context)
+        self._policy = PackedForward(self.model, settings.dtype, self._ranks.context, replay=self.replay)
         self.adapters = adapters
         self.gauge = Gauge(model, self.stem_width, frozen=adapters is not None)
         self.reference = Reference(self._policy, adapters.off) if adapters is not None else reference

@@ -37,6 +37,7 @@ from trainer.model.critic import Critic, ValueModel
 from trainer.model.forward import PackedForward
 from trainer.model.learner import Learner
 from trainer.model.logprobs import Reference, measure
+from trainer.model.routing_replay import RoutingReplay
 from trainer.parallel.orders import Measure, passes_of, tell_shares
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.sharding import Fill, cut, shard
@@ -103,17 +104,21 @@ def make_roles(
     ranks = Ranks.alone(policy.device) if ranks is None else ranks
     _check_offload(trainer, ranks.device)
     trainer = _with_resharding(settings, policy.config, ranks)
+    replays = settings.rollout.routing_replay
+    if replays:
+        _check_replay(trainer)
     if not trainer.lora.rank and needs.reference:
         first = load().eval().requires_grad_(False)
         cut(first, ranks)
+        replay = RoutingReplay(first) if replays else None
         shard(first, ranks)
         if fill is not None:
             fill(first, ranks.device)
-        packed = PackedForward(first, trainer.dtype, ranks.context)
+        packed = PackedForward(first, trainer.dtype, ranks.context, replay=replay)
         reference = Reference(packed, HostWeights(first).used) if trainer.offload_idle else Reference(packed)
     critic = Critic(_value_model(load(), trainer, ranks, fill), trainer, ranks=ranks) if needs.critic else None
     adapters = adapt(policy, trainer.lora, settings.seed) if trainer.lora.rank else None
-    learner = Learner(policy, trainer, version, reference, settings.steps, adapters, ranks, fill)
+    learner = Learner(policy, trainer, version, reference, settings.steps, adapters, ranks, fill, replays)
 
     def measuring(shares: Sequence[Sequence[Rows | None]]) -> None:
         tell_shares(ranks, lambda share: Measure("reference", passes_of(shares[share])))
@@ -164,6 +169,18 @@ def _check_offload(trainer: TrainerSettings, device: torch.device) -> None:
         raise UsageError(
             "trainer.offload_idle would have no effect: there is no reference of its own, and no critic", "leave it out"
         )
+
+
+def _check_replay(trainer: TrainerSettings) -> None:
+    """What sends tokens by the routers' outputs, or compiles them, is not made for outputs that are given."""
+    parallel = trainer.parallel
+    for name, set_so in (
+        (f"trainer.parallel.tensor={parallel.tensor}", parallel.tensor > 1),
+        (f"trainer.parallel.expert={parallel.expert}", parallel.expert > 1),
+        ("trainer.compile", trainer.compile),
+    ):
+        if set_so:
+            raise UsageError(f"rollout.routing_replay does not go together with {name}", "leave one of them out")
 
 
 def _value_model(policy: PreTrainedModel, settings: TrainerSettings, ranks: Ranks, fill: Fill | None) -> ValueModel:

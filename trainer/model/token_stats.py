@@ -29,7 +29,7 @@ class StepSums:
             torch.zeros(len(self._OF_FRESH), device=device),
             torch.zeros(1, device=device),
         )
-        self._counts = {"sampled": 0, "fresh": 0, "weighed": 0, "taught": 0}
+        self._counts = {"sampled": 0, "fresh": 0, "weighed": 0, "taught": 0, "replayed": 0}
         self._figures: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -58,6 +58,7 @@ class StepSums:
         self._largest_ratio = torch.maximum(self._largest_ratio, ratio.max())
         self._counts["sampled"] += len(gap)
         self._counts["fresh"] += len(ratio)
+        self._counts["replayed"] += micro.replayed
         self._counts["weighed"] += 0 if judged.weight is None else len(ratio)
         self._counts["taught"] += 0 if micro.teacher is None else len(ratio)
         for name, figure in judged.figures.items():
@@ -105,6 +106,7 @@ class StepSums:
             effective_samples=_mean(total["ratio"] ** 2 / (total["ratio_squared"] or math.nan), fresh),
             kl=_mean(total["kl"], fresh),
             teacher_kl=_mean(total["teacher_kl"], sums.counts["taught"]),
+            routing_replayed=sums.counts["replayed"] / sampled if sums.counts["replayed"] else None,
             figures={name: _mean(figure, fresh) for name, figure in sums.figures.items()},
         )
 

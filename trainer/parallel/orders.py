@@ -9,10 +9,11 @@ Each rank runs the same code on the same build: orders carry no schema version.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trainer.algorithms.losses.tokens import BatchSize
@@ -35,6 +36,7 @@ _DTYPES = {
     "right": np.bool_,
     "kept_counts": np.int32,
     "kept_ids": np.int32,
+    "experts": np.int16,
 }
 """The columns of `Rows`, in its order."""
 
@@ -157,5 +159,9 @@ def _columns(rows: Rows) -> dict[str, bytes]:
 
 def _rows(columns: dict[str, bytes]) -> Rows:
     # Copied: torch takes no array that cannot be written to.
-    there: dict[str, object] = {name: np.frombuffer(column, _DTYPES[name]).copy() for name, column in columns.items()}
+    there: dict[str, npt.NDArray[Any]] = {
+        name: np.frombuffer(column, _DTYPES[name]).copy() for name, column in columns.items()
+    }
+    if "experts" in there:
+        there["experts"] = there["experts"].reshape(len(there["token_ids"]), -1)
     return Rows(**{name: there.get(name) for name in _DTYPES})  # type: ignore[arg-type]

@@ -186,7 +186,13 @@ class EngineCore:
         settings = self._settings
         torch.set_num_threads(settings.threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        decoder = load_decoder(self._folder, self._dtype, device, trust_remote_code=settings.trust_remote_code)
+        decoder = load_decoder(
+            self._folder,
+            self._dtype,
+            device,
+            trust_remote_code=settings.trust_remote_code,
+            keep_experts=settings.keep_experts,
+        )
         forward = PolicyForward(decoder)
         slots = KvCache(forward.shape, max_rows=settings.max_running, dtype=self._dtype, device=device)
         batch = Scheduler(
@@ -199,6 +205,7 @@ class EngineCore:
             vocabulary=decoder.outputs,
             device=device,
             kv_policy=settings.kv_policy,
+            experts=decoder.experts,
         )
         readers = self._readers or self._make_readers()
         self._readers = None
@@ -206,19 +213,26 @@ class EngineCore:
         return batch, receiver, Loaded(decoder.vocabulary, decoder.outputs, decoder.longest, decoder.ends)
 
 
-def load_decoder(folder: Path, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False) -> Decoder:
+def load_decoder(
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    trust_remote_code: bool = False,
+    keep_experts: bool = False,
+) -> Decoder:
     """The model in `folder`, whose own code is run with `trust_remote_code` alone.
 
-    Raises UsageError where there is none, or one that cannot be decoded here.
+    Raises UsageError where there is none, or one that cannot be decoded here, with its experts kept if they are to be.
     """
-    found = read_llama(folder, dtype, device)
+    found = None if keep_experts else read_llama(folder, dtype, device)
     if found is not None:
         return found
     _log.info("the model is left to transformers", model=str(folder))
     # Here, so that a server without such a model does not spend 1.6 s of CPU on it.
     with heavy_imports():
         from rollout_server.engines.torch.transformers_decoder import load_transformers
-    return load_transformers(folder, dtype, device, trust_remote_code=trust_remote_code)
+    return load_transformers(folder, dtype, device, trust_remote_code=trust_remote_code, keep_experts=keep_experts)
 
 
 class ModelWeights:

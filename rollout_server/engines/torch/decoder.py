@@ -14,11 +14,13 @@ from rollout_server.engines.torch.kv_cache import KvShape
 
 
 class Decoder(torch.nn.Module):
-    """`forward` is the step, in plain Python: `PolicyForward` checks and records it.
+    """`forward` is the step, in plain Python: `PolicyForward` checks and records it. One that keeps the choices of experts
+    takes the window's memory for them as one more argument.
 
     `kind`: the model's type, for messages. `vocabulary`: how many token ids it takes. `outputs`: of how many it gives a
     logit. `longest`: tokens of a prompt and its answer together. `ends`: the ids that end an answer. `single`: a step of
-    one token a row, as most are, is computed by `of_one`.
+    one token a row, as most are, is computed by `of_one`. `experts`: of how many each layer of a mixture chooses, where its
+    choices are kept (`KvShape`); 0 else.
     """
 
     kind: str
@@ -30,6 +32,7 @@ class Decoder(torch.nn.Module):
     longest: int
     ends: tuple[int, ...]
     single: bool = False
+    experts: int = 0
 
     @property
     def weights(self) -> torch.nn.Module:

@@ -39,7 +39,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a core is made of. `model`: folder; `dtype`: `float32`, `bfloat16` or `float16`.
 
     `transport`: `auto`, `nixl` or `shm`; `threads`: torch's, for decoding. `weights_key`: manifests must bear its
-    signature (None: any is taken). `file_root`: the folder that weight files may be read from.
+    signature (None: any is taken). `file_root`: the folder that weight files may be read from. `keep_experts`: which
+    experts a mixture chooses is told of requests that ask for it.
     """
 
     model: str
@@ -53,6 +54,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     weights_key: str | None = None
     file_root: str | None = None
     trust_remote_code: bool = False
+    keep_experts: bool = False
 
 
 class Loaded(msgspec.Struct, frozen=True):

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger()
 
-Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Step = Callable[..., torch.Tensor]
+"""Of ids and the parts of a window."""
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
@@ -45,17 +46,18 @@ class PolicyForward:
         self.recorded = False
         self._step: Step = decoder
         self._step_of_one: Step = decoder.of_one if decoder.single else decoder
+        self._every: Step = decoder.logits_of_all
         rehearsed = _rehearse(self, decoder)
         self._must_match_plain(rehearsed)
         self._record([logits for _, logits in rehearsed])
 
     def __call__(self, ids: torch.Tensor, window: KvWindow) -> torch.Tensor:
         step = self._step_of_one if ids.shape[1] == 1 else self._step
-        return step(ids, window.starts, window.columns, window.keys, window.values)
+        return step(ids, window.starts, window.columns, *window.memories)
 
     def logits_of_all(self, ids: torch.Tensor, window: KvWindow) -> torch.Tensor:
         """As a call, but float32 `[rows, q, outputs]`: of every one of `ids`. Not recorded: prompts are long."""
-        return self._decoder.logits_of_all(ids, window.starts, window.columns, window.keys, window.values)
+        return self._every(ids, window.starts, window.columns, *window.memories)
 
     def _must_match_plain(self, rehearsed: Rehearsed) -> None:
         decoder = self._decoder
@@ -72,7 +74,7 @@ class PolicyForward:
         decoder = self._decoder
         window = _slots(decoder).scratch([3, 2, 3])
         ids = torch.zeros(3, 2, dtype=torch.int64, device=decoder.device)
-        parts, plain = (window.starts, window.columns, window.keys, window.values), (self._step, self._step_of_one)
+        parts, plain = (window.starts, window.columns, *window.memories), (self._step, self._step_of_one)
         try:
             # The parameters belong to the traced module, so that a flip of their storage reaches the trace.
             self._step = self._step_of_one = record(decoder, (ids, *parts))

@@ -26,12 +26,18 @@ _FIRST_COLUMNS = 128
 
 @dataclass(frozen=True)
 class KvShape:
-    """Sizes of one token's keys and values: `[layers, …, heads, …, dim]`, the same for every layer."""
+    """Sizes of one token's keys and values: `[layers, …, heads, …, dim]`, the same for every layer.
+
+    `expert_layers`, `expert_top`: of a mixture of experts whose choices are kept beside them, how many layers choose, and
+    how many experts each.
+    """
 
     layers: int
     heads: int
     key_dim: int
     value_dim: int
+    expert_layers: int = 0
+    expert_top: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,17 +45,25 @@ class KvWindow:
     """What one forward reads and writes; it writes the last columns, as many as it is given tokens a row.
 
     `keys`, `values`: `[layers, rows, heads, columns, dim]` views; `columns`: int64 `[columns]`, their numbers;
-    `starts`: int64 `[rows]`, the column of each row's first token.
+    `starts`: int64 `[rows]`, the column of each row's first token. `experts`: int16 `[expert layers, rows, 1, columns,
+    top]`, a view too; None where choices are not kept.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     columns: torch.Tensor
     starts: torch.Tensor
+    experts: torch.Tensor | None = None
 
     def up_to(self, end: int) -> KvWindow:
         """The part before its column `end`, counted from its first one."""
-        return KvWindow(self.keys[:, :, :, :end], self.values[:, :, :, :end], self.columns[:end], self.starts)
+        experts = None if self.experts is None else self.experts[:, :, :, :end]
+        return KvWindow(self.keys[:, :, :, :end], self.values[:, :, :, :end], self.columns[:end], self.starts, experts)
+
+    @property
+    def memories(self) -> list[torch.Tensor]:
+        """`keys`, `values`, and `experts` where they are kept."""
+        return [self.keys, self.values] if self.experts is None else [self.keys, self.values, self.experts]
 
 
 def on_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -73,7 +87,7 @@ class KvCache:
         self._starts_tensor = torch.zeros(0, dtype=torch.int64, device=device)
         self._low = 0
         self._clock = 0
-        self._keys, self._values = self._allocate(min(_FIRST_ROWS, max_rows), _FIRST_COLUMNS)
+        self._memories = self._allocate(min(_FIRST_ROWS, max_rows), _FIRST_COLUMNS)
         self._columns = torch.arange(_FIRST_COLUMNS, device=device)
 
     @property
@@ -84,7 +98,7 @@ class KvCache:
     @property
     def allocated(self) -> tuple[int, int]:
         """Rows and columns that memory is allocated for."""
-        return self._keys.shape[1], self._keys.shape[3]
+        return self._memories[0].shape[1], self._memories[0].shape[3]
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -93,19 +107,16 @@ class KvCache:
 
     def window(self) -> KvWindow:
         """Views of all rows in use, for a step of one token a row. Call `tick` after it."""
-        if self._clock >= self._keys.shape[3]:
+        if self._clock >= self.allocated[1]:
             self._move_columns(minimum_clock=0)
         return self.window_to(self._clock + 1)
 
     def window_to(self, end: int) -> KvWindow:
         """Views of all rows in use up to column `end` (not with it), to write its last columns, also anew."""
         rows = len(self._starts)
-        return KvWindow(
-            self._keys[:, :rows, :, self._low : end],
-            self._values[:, :rows, :, self._low : end],
-            self._columns[self._low : end],
-            self._starts_tensor,
-        )
+        keys, values, *experts = (memory[:, :rows, :, self._low : end] for memory in self._memories)
+        columns = self._columns[self._low : end]
+        return KvWindow(keys, values, columns, self._starts_tensor, experts[0] if experts else None)
 
     def tick(self) -> None:
         """One column has been written."""
@@ -117,12 +128,14 @@ class KvCache:
         `blank`: not all columns will be written, so their contents must be finite.
         """
         width = max(lengths)
-        keys, values = self._empty(len(lengths), width)
+        memories = self._empty(len(lengths), width)
         if blank:
-            keys.zero_()
-            values.zero_()
+            for memory in memories:
+                memory.zero_()
+        keys, values, *experts = memories
         starts = on_device(width - np.asarray(lengths, dtype=np.int64), self._device)
-        return KvWindow(keys, values, torch.arange(width, device=starts.device), starts)
+        columns = torch.arange(width, device=starts.device)
+        return KvWindow(keys, values, columns, starts, experts[0] if experts else None)
 
     def place(self, prompts: KvWindow, lengths: Sequence[int], copies: Sequence[int]) -> None:
         """Append `copies[i]` rows that begin with prompt `i` of a scratch window of prompts of these `lengths`."""
@@ -133,14 +146,14 @@ class KvCache:
             raise ValueError(f"{after} rows do not fit {self._max_rows} slots")
         if before == 0 or width > self._clock:
             self._move_columns(minimum_clock=width)
-        if after > self._keys.shape[1]:
+        if after > self.allocated[0]:
             self._grow_rows(after)
-        keys, values = prompts.keys, prompts.values
+        given = prompts.memories
         if after - before != len(lengths):
             pick = on_device(np.repeat(np.arange(len(lengths)), copies), self._device)
-            keys, values = keys[:, pick], values[:, pick]
-        self._keys[:, before:after, :, self._clock - width : self._clock].copy_(keys)
-        self._values[:, before:after, :, self._clock - width : self._clock].copy_(values)
+            given = [memory[:, pick] for memory in given]
+        for memory, prompt in zip(self._memories, given, strict=True):
+            memory[:, before:after, :, self._clock - width : self._clock].copy_(prompt)
         for length, count in zip(lengths, copies, strict=True):
             self._starts += [self._clock - length] * count
         self._rows_changed()
@@ -157,7 +170,7 @@ class KvCache:
         if moves:
             table = np.array(moves, dtype=np.int64).T
             targets, sources = (on_device(np.ascontiguousarray(each), self._device) for each in table)
-            for memory in (self._keys, self._values):
+            for memory in self._memories:
                 live = memory[:, :, :, self._low : self._clock]
                 # Indexing is several times faster than index_copy_ and index_select on memory in strides.
                 live[:, targets] = live[:, sources]
@@ -167,17 +180,23 @@ class KvCache:
         self._rows_changed()
         return moves
 
-    def copy_of(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values that a row has written, `[layers, heads, tokens, dim]`, in memory of their own."""
+    def copy_of(self, row: int) -> tuple[torch.Tensor, ...]:
+        """The keys and values that a row has written, `[layers, heads, tokens, dim]`, in memory of their own; and `[expert
+        layers, 1, tokens, top]`, where choices are kept."""
         own = (slice(None), row, slice(None), slice(self._starts[row], self._clock))
-        return self._keys[own].clone(), self._values[own].clone()
+        return tuple(memory[own].clone() for memory in self._memories)
+
+    def experts_of(self, row: int) -> torch.Tensor:
+        """The choices of a row's tokens, int16 `[tokens, expert layers, top]`. Only where they are kept."""
+        own = self._memories[2][:, row, 0, self._starts[row] : self._clock]
+        return own.transpose(0, 1)
 
     def clear(self) -> None:
         """Free all rows and wipe the memory (a masked column that holds NaN would still poison its row)."""
         self._starts.clear()
         self._rows_changed()
-        self._keys.zero_()
-        self._values.zero_()
+        for memory in self._memories:
+            memory.zero_()
 
     def _rows_changed(self) -> None:
         self._low = min(self._starts, default=self._clock)
@@ -192,13 +211,13 @@ class KvCache:
             columns *= 2
         # A quarter of what is free stays in front of the rows, for newcomers with longer prompts.
         clock = needed + (columns - needed) // 4
-        keys, values = self._keys, self._values
-        if columns > keys.shape[3]:
-            self._keys, self._values = self._allocate(rows, columns)
-            self._columns = torch.arange(columns, device=keys.device)
+        before = self._memories
+        if columns > before[0].shape[3]:
+            self._memories = self._allocate(rows, columns)
+            self._columns = torch.arange(columns, device=before[0].device)
         if live:
             used = slice(0, len(self._starts))
-            for target, source in ((self._keys, keys), (self._values, values)):
+            for target, source in zip(self._memories, before, strict=True):
                 kept = source[:, used, :, self._low : self._clock].clone()
                 target[:, used, :, clock - live : clock].copy_(kept)
             self._starts = [start + clock - self._clock for start in self._starts]
@@ -209,19 +228,22 @@ class KvCache:
         rows, columns = self.allocated
         while rows < needed:
             rows = min(2 * rows, self._max_rows)
-        keys, values = self._keys, self._values
-        self._keys, self._values = self._allocate(rows, columns)
-        self._keys[:, : keys.shape[1]].copy_(keys)
-        self._values[:, : values.shape[1]].copy_(values)
+        before = self._memories
+        self._memories = self._allocate(rows, columns)
+        for memory, earlier in zip(self._memories, before, strict=True):
+            memory[:, : earlier.shape[1]].copy_(earlier)
 
-    def _allocate(self, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _allocate(self, rows: int, columns: int) -> list[torch.Tensor]:
         # Zeros: a masked column counts 0 × its value, which must be a finite number.
-        keys, values = self._empty(rows, columns)
-        return keys.zero_(), values.zero_()
+        return [memory.zero_() for memory in self._empty(rows, columns)]
 
-    def _empty(self, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _empty(self, rows: int, columns: int) -> list[torch.Tensor]:
+        """Keys, values, and choices where they are kept."""
         shape = self._shape
         sizes = shape.layers, rows, shape.heads, columns
         keys = torch.empty((*sizes, shape.key_dim), dtype=self._dtype, device=self._device)
         values = torch.empty((*sizes, shape.value_dim), dtype=self._dtype, device=self._device)
-        return keys, values
+        if not shape.expert_layers:
+            return [keys, values]
+        choices = (shape.expert_layers, rows, 1, columns, shape.expert_top)
+        return [keys, values, torch.empty(choices, dtype=torch.int16, device=self._device)]

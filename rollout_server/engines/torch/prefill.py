@@ -22,24 +22,33 @@ from rollout_server.engines.torch.kv_cache import KvCache, KvWindow, on_device
 from rollout_server.engines.torch.prompt_scores import piece_width, prefill_scored
 
 Tokens = npt.NDArray[np.int64]
-KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+KeysAndValues = tuple[torch.Tensor, ...]
+"""Keys, values, and the experts that were chosen where those are kept."""
 BLOCK = 16
 _MOST_BYTES = 256 << 20
 
 
 @dataclass(eq=False)
 class CachedSequence:
-    """`keys`, `values`: `[layers, heads, len(tokens), dim]`. `blocks`: the hashes that name this sequence."""
+    """`memories`: keys, values (and choices), `[layers, heads, len(tokens), dim]`. `blocks`: the hashes that name this
+    sequence."""
 
     tokens: Tokens
     salt: str | None
-    keys: torch.Tensor
-    values: torch.Tensor
+    memories: KeysAndValues
     blocks: set[int] = field(default_factory=set)
 
     @property
+    def keys(self) -> torch.Tensor:
+        return self.memories[0]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.memories[1]
+
+    @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return sum(memory.nbytes for memory in self.memories)
 
 
 class PrefixCache:
@@ -83,8 +92,7 @@ class PrefixCache:
         blocks = _chain(tokens, salt)
         if not blocks or blocks[-1] in self._by_block:
             return
-        keys, values = copy()
-        sequence = CachedSequence(tokens, salt, keys, values, set(blocks))
+        sequence = CachedSequence(tokens, salt, copy(), set(blocks))
         for block in blocks:
             before = self._by_block.get(block)
             if before is not None:
@@ -269,8 +277,8 @@ class Prefill:
             ready = length - queries
             if ready > 0 and plan.cached is not None:
                 begin = width - length
-                window.keys[:, row, :, begin : begin + ready].copy_(plan.cached.keys[:, :, :ready])
-                window.values[:, row, :, begin : begin + ready].copy_(plan.cached.values[:, :, :ready])
+                for memory, cached in zip(window.memories, plan.cached.memories, strict=True):
+                    memory[:, row, :, begin : begin + ready].copy_(cached[:, :, :ready])
         ids = self._padded([plan.newcomer.tokens for plan in part], width)
         scores: list[PromptLogprobs] = []
         if part[0].newcomer.scored:
@@ -295,7 +303,7 @@ class Prefill:
             self._cache.add(
                 newcomer.tokens,
                 newcomer.salt,
-                lambda own=own: (window.keys[own].clone(), window.values[own].clone()),  # type: ignore[misc]
+                lambda own=own: tuple(memory[own].clone() for memory in window.memories),  # type: ignore[misc]
             )
 
     def _padded(self, sequences: Sequence[Tokens], width: int) -> torch.Tensor:

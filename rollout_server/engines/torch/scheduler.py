@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -48,8 +48,9 @@ from rollout_server.engines.torch.sampler import (
     seeded_source,
 )
 from services.wire.errors import RollmeshError
+from services.wire.packed import expert_dtype
 from services.wire.sampling import KvPolicy
-from services.wire.trajectory import VersionSpan
+from services.wire.trajectory import ExpertChoices, VersionSpan
 
 
 @dataclass(slots=True)
@@ -102,7 +103,10 @@ class Scheduler:
         vocabulary: int,
         device: torch.device,
         kv_policy: KvPolicy = "keep",
+        experts: int = 0,
     ) -> None:
+        """`experts`: of how many a mixture's layers choose, where `slots` keeps their choices; 0 else."""
+        self._experts = experts
         self._forward = forward
         self._slots = slots
         self._kv_policy = kv_policy
@@ -308,7 +312,7 @@ class Scheduler:
             elif len(sample.tokens) >= ticket.limit:
                 finished.append((row, "length"))
             elif ticket.request.stream and len(sample.tokens) - sample.sent >= ticket.request.delta_every:
-                self.outbox.append(_delta(sample, None))
+                self.outbox.append(self._delta(row, None))
         self._finish(finished)
 
     def _end(self, ticket: _Ticket, delta: GenerationDelta) -> None:
@@ -321,12 +325,28 @@ class Scheduler:
         if len(ticket.ended) == ticket.request.n:
             self.outbox += ticket.ended
 
+    def _delta(self, row: int, reason: FinishReason | None) -> GenerationDelta:
+        sample = self._samples[row]
+        sent, request = sample.sent, sample.ticket.request
+        delta = _delta(sample, reason)
+        if not self._experts or not request.experts:
+            return delta
+        # The newest token is yet to be computed; so was that of the delta before.
+        begin = len(request.prompt_token_ids) + sent - 1 if sent else 0
+        return replace(delta, experts=self._chosen(row, begin))
+
+    def _chosen(self, row: int, begin: int) -> ExpertChoices:
+        """Of the tokens that the row has computed, from number `begin` on."""
+        chosen = self._slots.experts_of(row)[begin:].cpu().numpy()
+        dtype = expert_dtype(self._experts)
+        return ExpertChoices(chosen.shape[1], chosen.shape[2], dtype.itemsize, chosen.astype(dtype).tobytes(), begin)
+
     def _finish(self, finished: Sequence[tuple[int, FinishReason]]) -> None:
         if not finished:
             return
         for row, reason in finished:
             sample = self._samples[row]
-            self._end(sample.ticket, _delta(sample, reason))
+            self._end(sample.ticket, self._delta(row, reason))
             if self._shares and (len(sample.spans) == 1 or self._kv_policy == "recompute"):
                 self._prefill.remember(row, as_tokens(sample.cached()), sample.ticket.request.cache_salt)
         moves = self._slots.remove([row for row, _ in finished])

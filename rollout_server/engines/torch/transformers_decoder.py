@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from rollout_server.engines.torch.decoder import Decoder, mask_of, positions_of
 from rollout_server.engines.torch.kv_cache import KvCache, KvShape
 from rollout_server.engines.torch.llama_config import end_ids
+from rollout_server.engines.torch.routing import Routing
 from services.host.models import check_code
 from services.wire.errors import NoModelError, UsageError
 from weight_bus.manifest.published import PublishedNames
@@ -24,11 +27,16 @@ class TransformersDecoder(Decoder):
     be replaced in place by those that its folder names."""
 
     @torch.no_grad()
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, keep_experts: bool = False) -> None:
+        """`keep_experts`: write down which experts the layers choose. Raises UsageError where that cannot be seen."""
         super().__init__()
         self.model = model
+        self._routing = Routing(model) if keep_experts else None
         self.kind, self.dtype, self.device = model.config.model_type, model.dtype, model.device
         self.shape = _kv_shape(model)
+        if self._routing is not None:
+            self.experts = self._routing.experts
+            self.shape = replace(self.shape, expert_layers=self._routing.layers, expert_top=self._routing.top)
         config = model.config.get_text_config()
         self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self.outputs = int(model.get_output_embeddings().weight.shape[0])
@@ -61,8 +69,9 @@ class TransformersDecoder(Decoder):
         columns: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
+        experts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._logits(ids, starts, columns, keys, values, keep=1)[:, -1].float()
+        return self._logits(ids, starts, columns, keys, values, experts, keep=1)[:, -1].float()
 
     def logits_of_all(
         self,
@@ -71,9 +80,10 @@ class TransformersDecoder(Decoder):
         columns: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
+        experts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         # transformers' 0 keeps all. What a family does to its logits (caps, scales) it does in its own forward.
-        return self._logits(ids, starts, columns, keys, values, keep=0).float()
+        return self._logits(ids, starts, columns, keys, values, experts, keep=0).float()
 
     def _logits(
         self,
@@ -82,6 +92,7 @@ class TransformersDecoder(Decoder):
         columns: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
+        experts: torch.Tensor | None,
         *,
         keep: int,
     ) -> torch.Tensor:
@@ -93,14 +104,16 @@ class TransformersDecoder(Decoder):
             kinds = self._mask_kinds.items()
             mask = {kind: mask_of(starts, columns, queries, self.dtype, size) for kind, size in kinds}
         layers = [_WindowLayer(keys[layer], values[layer]) for layer in range(keys.shape[0])]
-        output = self.model(
-            input_ids=ids,
-            position_ids=positions_of(starts, queries),
-            attention_mask=mask,
-            past_key_values=Cache(layers=layers),
-            use_cache=True,
-            logits_to_keep=keep,
-        )
+        written = nullcontext() if self._routing is None or experts is None else self._routing.into(experts, ids)
+        with written:
+            output = self.model(
+                input_ids=ids,
+                position_ids=positions_of(starts, queries),
+                attention_mask=mask,
+                past_key_values=Cache(layers=layers),
+                use_cache=True,
+                logits_to_keep=keep,
+            )
         logits: torch.Tensor = output.logits
         return logits
 
@@ -126,7 +139,7 @@ class TransformersDecoder(Decoder):
         try:
             window = KvCache(self.shape, max_rows=1, dtype=self.dtype, device=self.device).scratch([1])
             ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-            self(ids, window.starts, window.columns, window.keys, window.values)
+            self(ids, window.starts, window.columns, *window.memories)
         except (AttributeError, TypeError):
             # It wants a tensor. Layers of one kind can share it.
             if len(kinds) > 1:
@@ -188,11 +201,16 @@ def _kv_shape(model: PreTrainedModel) -> KvShape:
 
 
 def load_transformers(
-    folder: Path, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    trust_remote_code: bool = False,
+    keep_experts: bool = False,
 ) -> TransformersDecoder:
     """The model in `folder`, whose own code is run with `trust_remote_code` alone.
 
-    Raises UsageError where there is none, or one that cannot be decoded here.
+    Raises UsageError where there is none, or one that cannot be decoded here, with its experts kept if they are to be.
     """
     check_code(folder, trusted=trust_remote_code)
     try:
@@ -209,4 +227,4 @@ def load_transformers(
             "engine decodes with",
             "use the vllm engine for this architecture",
         )
-    return TransformersDecoder(model.eval().requires_grad_(False).to(device))
+    return TransformersDecoder(model.eval().requires_grad_(False).to(device), keep_experts=keep_experts)

@@ -8,8 +8,9 @@ from itertools import pairwise
 from typing import Any, cast
 
 from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest, PromptLogprobs
-from rollout_server.engines.request_check import check_request, reachable_stops
+from rollout_server.engines.request_check import MAX_TOP_LOGPROBS, check_request, reachable_stops
 from services.wire.errors import RollmeshError, UsageError
+from services.wire.packed import pack_kept
 from services.wire.sampling import KvPolicy
 from services.wire.trajectory import VersionSpan
 
@@ -83,6 +84,21 @@ def likeliest(logprobs: Any, count: int, wanted: int) -> list[list[tuple[int, fl
     return found
 
 
+def kept_tokens(logprobs: Any, count: int, asked: int) -> list[bytes]:
+    """For each of `count` positions the ids that the cuts left a chance, as `GenerationDelta.kept` has them.
+
+    vLLM's logprobs are those after its cuts. Where fewer than the `asked` likeliest ones have a chance, these are all that
+    do; else it is not known.
+    """
+    found = likeliest(logprobs, count, asked)
+    return [pack_kept(sorted(token for token, _ in told)) if len(told) < asked else b"" for told in found]
+
+
+def asked_likeliest(request: GenerationRequest, vocabulary: int) -> int:
+    """How many of the likeliest tokens vLLM is asked for."""
+    return min(max(request.top_logprobs, MAX_TOP_LOGPROBS if request.kept else 0), vocabulary)
+
+
 def prompt_logprobs(request: GenerationRequest, logprobs: Any) -> PromptLogprobs:
     """Of the prompt's own tokens, out of vLLM's flat form: no entry for the first token, then one each.
 
@@ -106,8 +122,12 @@ def to_delta(
     kv_policy: KvPolicy = "keep",
     computed_anew: Sequence[int] = (),
     resumed: bool = False,
+    kept: int = 0,
 ) -> GenerationDelta:
-    """One CompletionOutput whose tokens begin at position `begin` of the sample; the rest as in `spans_between`."""
+    """One CompletionOutput whose tokens begin at position `begin` of the sample; the rest as in `spans_between`.
+
+    `kept`: how many of the likeliest tokens vLLM was asked for, to tell which ones the cuts left; 0 for nothing to tell.
+    """
     tokens = list(output.token_ids)
     reason: FinishReason | None = None
     if output.finish_reason is not None:
@@ -130,6 +150,7 @@ def to_delta(
         versions=spans,
         finish_reason=reason,
         top_logprobs=alternatives,
+        kept=kept_tokens(output.logprobs, len(tokens), kept) if kept and tokens else None,
     )
 
 
@@ -158,7 +179,7 @@ def vllm_parameters(
             # All of them: vLLM has no tokenizer here and does not know the end-of-sequence ids by itself.
             stop_token_ids=sorted(reachable_stops(sampling, vocabulary, eos_token_ids)),
             ignore_eos=True,
-            logprobs=min(request.top_logprobs, vocabulary),
+            logprobs=asked_likeliest(request, vocabulary),
             # With it vLLM reads no cached prefix: there are no logits of tokens that are not computed.
             prompt_logprobs=0 if request.prompt_logprobs else None,
             flat_logprobs=True,

@@ -26,7 +26,7 @@ from rollout_server.engines.base import (
     collect,
     join,
 )
-from rollout_server.engines.request_check import eos_token_ids
+from rollout_server.engines.request_check import MAX_TOP_LOGPROBS, eos_token_ids
 from rollout_server.engines.vllm import launch as vllm_launch
 from rollout_server.engines.vllm.arguments import Plan
 from rollout_server.engines.vllm.convert import prompt_logprobs, to_delta, vllm_parameters
@@ -394,6 +394,7 @@ class VllmEngine:
             self._plan.kv_policy,
             self._computed_anew.get(sample_id, ()),
             request.resumed > 0,
+            MAX_TOP_LOGPROBS if request.kept else 0,
         )
 
     def _version_starts(self, sample_id: str, completion: Any) -> Sequence[tuple[str, int]]:

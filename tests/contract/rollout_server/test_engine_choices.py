@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from rollout_server.engines.factory import make_engine
 from services.config.settings import RunSettings
@@ -23,11 +24,12 @@ from services.wire.trajectory import Trajectory
 from tests.contract.rollout_server.engine_harness import reference
 from tests.support.chat_policy import build_chat_tokenizer, save_chat_policy
 from tests.support.rollout_host import Host, hosting, small_batch
-from trainer.data.packing import MicroBatch, micro_batch
+from trainer.data.packing import MicroBatch, Needs, micro_batch
 from trainer.data.rows import to_measure
 from trainer.data.validation import Rejected, Validator
 from trainer.model.forward import PackedForward
 from trainer.model.logprobs import sampled_terms
+from trainer.model.routing_replay import RoutingReplay
 
 TOLERANCE = 1e-4
 CUTS: tuple[dict[str, Any], ...] = (
@@ -44,8 +46,16 @@ async def converse(host: Host, cuts: dict[str, Any]) -> None:
     url, headers = opened["base_url"], {"Authorization": f"Bearer {opened['api_key']}"}
     messages: list[dict[str, Any]] = [{"role": "user", "content": "hello there"}]
     for turn in range(3):
-        body = {"messages": messages, "max_tokens": 12, "n": 1 + turn % 2, "seed": turn, "stop": ["e"] if turn else None}
-        answer = await host.http.post(f"{url}/chat/completions", json=body | (cuts if turn < 2 else {}), headers=headers)
+        body = {
+            "messages": messages,
+            "max_tokens": 12,
+            "n": 1 + turn % 2,
+            "seed": turn,
+            "stop": ["e"] if turn else None,
+        }
+        answer = await host.http.post(
+            f"{url}/chat/completions", json=body | (cuts if turn < 2 else {}), headers=headers
+        )
         assert answer.status_code == 200, answer.text
         said = answer.json()["choices"][0]["message"]
         messages = [*messages, said, {"role": "user", "content": f"and {turn}?"}]
@@ -65,12 +75,13 @@ async def group_of_turns(host: Host, cuts: dict[str, Any]) -> None:
     assert (await host.finish(group, 0.0, 1.0)).status_code == 200
 
 
-async def judged(host: Host) -> list[Member[Trajectory] | Rejected]:
+async def judged(host: Host, experts: tuple[int, int, int] | None = None) -> list[Member[Trajectory] | Rejected]:
     """What a trainer makes of every entry of the stream."""
     reader = TrajectoryReader(host.redis, host.run_id)
     await reader.open()
     entries = await reader.with_blobs(await reader.read(1000, 1))
-    return Validator(host.run_id, len(build_chat_tokenizer()), 2048).judge_all(entries, 0)
+    validator = Validator(host.run_id, len(build_chat_tokenizer()), 2048, experts=experts)
+    return validator.judge_all(entries, 0)
 
 
 def sound(found: list[Member[Trajectory] | Rejected]) -> list[Trajectory]:
@@ -132,3 +143,74 @@ async def test_what_was_kept_is_not_known(
         found = await judged(host)
     assert [item.cause for item in found if isinstance(item, Rejected)] == [cause] * 2
     assert all(isinstance(item, Rejected) and words in item.why for item in found)
+
+
+EXPERTS, TOP, LAYERS = 8, 2, 2
+
+
+def save_mixture(folder: Path) -> None:
+    """A chat policy of Qwen3-MoE's type, with routers that are far from even."""
+    save_chat_policy(folder)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=len(build_chat_tokenizer()),
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=2048,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        eos_token_id=build_chat_tokenizer().eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(3.0 if weight.ndim > 1 else 1.0)
+    model.save_pretrained(folder)
+
+
+class OtherRouting:
+    """A trainer whose routers would choose otherwise: a number for each expert is added where the choice is made, and
+    there alone, as rounding would do it."""
+
+    def __init__(self, model: Any) -> None:
+        self._bias = torch.randn(EXPERTS, generator=torch.Generator().manual_seed(5))
+        for layer in model.model.layers:
+            layer.mlp.gate.register_forward_hook(self._choose)
+
+    def _choose(self, _: object, __: object, output: Any) -> Any:
+        logits, weights, _ = output
+        chosen = (logits + self._bias).topk(TOP, dim=-1).indices
+        given = logits.softmax(-1).gather(-1, chosen)
+        return logits, (given / given.sum(-1, keepdim=True)).to(weights.dtype), chosen
+
+
+async def test_the_trainer_chooses_the_experts_that_the_engine_chose(
+    redis_url: str, run_id: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "mixture"
+    save_mixture(folder)
+    settings = settings_of(draft_every_tokens=4, routing_replay=True)
+    engine = make_engine("torch", folder, run_id, settings)
+    async with hosting(engine, redis_url=redis_url, run_id=run_id, model=folder, settings=settings) as host:
+        await asyncio.gather(*(each(host, cuts) for cuts in CUTS for each in (converse, group_of_turns)))
+        trajectories = sound(await judged(host, (LAYERS, TOP, EXPERTS)))
+    micro = micro_batch(to_measure(trajectories))
+    assert micro.replayed == len(micro.places)
+    model = reference(folder)
+    OtherRouting(model)
+    policy = PackedForward(model, replay=RoutingReplay(model))
+    row = micro.row
+    assert row.needs is not None
+    needs = Needs(row.needs.token_ids, row.needs.lengths, row.needs.needed, row.needs.token_ids)
+    alone = replace(micro, row=replace(row, experts=None, needs=needs))
+    assert off(policy, micro) <= TOLERANCE
+    assert off(policy, alone) > 0.1
+    assert off(policy, replace(micro, kept=None)) > 0.1

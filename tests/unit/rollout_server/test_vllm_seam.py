@@ -12,9 +12,17 @@ import pytest
 
 from rollout_server.engines.base import GenerationDelta, join
 from rollout_server.engines.request_check import eos_token_ids
-from rollout_server.engines.vllm.convert import likeliest, sampled_logprobs, spans_between, to_delta, version_number
+from rollout_server.engines.vllm.convert import (
+    kept_tokens,
+    likeliest,
+    sampled_logprobs,
+    spans_between,
+    to_delta,
+    version_number,
+)
 from rollout_server.engines.vllm.stats import StepMeter
 from services.wire.errors import ConflictError, RollmeshError, UsageError, WireError
+from services.wire.packed import pack_kept
 from services.wire.sampling import KvPolicy
 from services.wire.trajectory import VersionSpan
 from services.wire.weights_api import CommitAnswer, DigestAnswer
@@ -129,6 +137,20 @@ def test_alternatives_are_the_same_whether_vllm_names_the_sampled_token_twice_or
     for flat in (twice, once, outside):
         assert likeliest(flat, 1, 2) == [[(4, -0.5), (7, -1.0)]]
     assert likeliest(Flat([4, 4, 8], [0.0, 0.0, -math.inf], [0], [3]), 1, 2) == [[(4, 0.0)]]
+
+
+def test_what_the_cuts_left_is_known_where_fewer_tokens_have_a_chance_than_were_asked_for() -> None:
+    @dataclass
+    class Flat:
+        token_ids: list[int]
+        logprobs: list[float]
+        start_indices: list[int]
+        end_indices: list[int]
+
+    cut = [7, 4, 7, 9], [-1.0, -0.5, -1.0, -math.inf]
+    full = [7, 4, 7, 9], [-2.0, -1.0, -2.0, -2.5]
+    flat = Flat(cut[0] + full[0], cut[1] + full[1], [0, 4], [4, 8])
+    assert kept_tokens(flat, 2, 3) == [pack_kept([4, 7]), b""]
 
 
 def test_the_meter_puts_a_commit_between_the_steps_it_fell_between() -> None:

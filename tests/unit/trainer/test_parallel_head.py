@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.support.parallel_models import Arrays, largest_error
 from tests.support.rank_pool import RankPool
-from tests.unit.trainer.test_trainer_head import VOCABULARY, inputs
+from tests.unit.trainer.test_trainer_head import VOCABULARY, inputs, some_kept
 from trainer.model.head import Terms, head_terms
 from trainer.parallel.vocabulary import local_rows
 
@@ -37,7 +37,15 @@ def loss_of(terms: Terms) -> torch.Tensor:
 def whole(chunk: int, top: int, entropy: bool, warm: bool) -> Arrays:
     hidden, weight, bias, tokens, temperature = inputs()
     terms = head_terms(
-        hidden, weight, tokens, temperature if warm else None, bias=bias, entropy=entropy, top=top, chunk=chunk
+        hidden,
+        weight,
+        tokens,
+        temperature if warm else None,
+        kept=some_kept(tokens) if warm and not top else None,
+        bias=bias,
+        entropy=entropy,
+        top=top,
+        chunk=chunk,
     )
     loss_of(terms).backward()
     return arrays(terms, {"hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad})
@@ -58,6 +66,7 @@ def of_rank(rank: int, cases: list[tuple[int, int, bool, bool]]) -> list[Arrays]
             rows,
             tokens,
             temperature if warm else None,
+            kept=some_kept(tokens) if warm and not top else None,
             bias=of_bias,
             entropy=entropy,
             top=top,

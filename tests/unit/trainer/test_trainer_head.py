@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
 
 from tests.support.trajectories import grouped, random_trajectories
-from trainer.data.packing import pack
+from trainer.data.packing import KeptTokens, pack
 from trainer.data.rows import rows_of
 from trainer.model.forward import PackedForward
 from trainer.model.head import head_terms
@@ -60,6 +60,46 @@ def test_values_are_those_of_log_softmax() -> None:
         likeliest = every.topk(2)
         assert torch.equal(found.top_ids, likeliest.indices)
         torch.testing.assert_close(found.top_logprobs, likeliest.values)
+
+
+def some_kept(tokens: Tensor) -> KeptTokens:
+    """Each token with the one or two behind it; every third row was sampled from all there are."""
+    ids = [
+        [] if row % 3 == 2 else [(token + more) % VOCABULARY for more in range(2 + row % 2)]
+        for row, token in enumerate(tokens.tolist())
+    ]
+    counts = torch.tensor([len(each) for each in ids])
+    return KeptTokens(counts, torch.tensor([each for some in ids for each in some]))
+
+
+@pytest.mark.parametrize("chunk", [2 * VOCABULARY, 1000], ids=["chunks", "kept"])
+def test_what_was_cut_has_no_chance_and_no_gradient(chunk: int) -> None:
+    hidden, weight, bias, tokens, temperature = inputs()
+    kept = some_kept(tokens)
+    gone = torch.zeros(ROWS, VOCABULARY, dtype=torch.bool)
+    begin = 0
+    for row, count in enumerate(kept.counts.tolist()):
+        if count:
+            gone[row] = True
+            gone[row, kept.ids[begin : begin + count]] = False
+        begin += count
+
+    def said(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        terms = head_terms(hidden, weight, tokens, temperature, kept=kept, bias=bias, entropy=True, chunk=chunk)
+        assert terms.entropy is not None
+        return terms.logprobs, terms.entropy
+
+    logits = ((hidden @ weight.T + bias) / temperature[:, None]).masked_fill(gone, -torch.inf)
+    every = torch.log_softmax(logits, -1)
+    logprobs, entropy = said(hidden, weight, bias)
+    torch.testing.assert_close(logprobs, every.gather(1, tokens[:, None])[:, 0])
+    torch.testing.assert_close(entropy, -(every.exp() * every.masked_fill(gone, 0.0)).sum(-1))
+    assert torch.autograd.gradcheck(said, (hidden, weight, bias))
+    chosen = torch.tensor([5, 0, 1])
+    taken = kept.take(chosen)
+    assert taken.counts.tolist() == kept.counts[chosen].tolist()
+    places = [int(kept.counts[:row].sum()) + each for row in chosen.tolist() for each in range(int(kept.counts[row]))]
+    assert taken.ids.tolist() == kept.ids[places].tolist()
 
 
 def test_a_pass_in_16_bits_sums_in_float32() -> None:
