@@ -64,7 +64,13 @@ def test_every_key_of_a_run_is_documented_with_its_bound() -> None:
     names = {str(key).rpartition("}:")[2] for key in vars(keys).values() if str(key) != "r"}
     names |= {
         key.split(":")[2]
-        for key in (keys.group_of("s"), keys.journal("g"), keys.partial("s", "c"), keys.undelivered("g"))
+        for key in (
+            keys.group_of("s"),
+            keys.journal("g"),
+            keys.partial("s", "c"),
+            keys.undelivered("g"),
+            keys.blob("t"),
+        )
     }
     assert names | {keys.answer("g", "c").split(":")[2]} <= documented
 
