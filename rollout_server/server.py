@@ -46,11 +46,10 @@ from services.observability.tracing import NO_TRACING, Tracing
 from services.policies.admission import StoreUse, store_use
 from services.run_store.client import connect
 from services.run_store.discovery import Heartbeat, ServerRecord, ServiceRegistry
-from services.run_store.evaluations import EvaluationStore
 from services.run_store.ledger import Ledger
 from services.run_store.publishing import TrajectoryWriter
 from services.run_store.runners import RunnerRegistry
-from services.run_store.status import WaitBoard
+from services.run_store.status import EvaluationStore, WaitBoard
 from services.run_store.stream import TrajectoryLog
 from services.security.keys import SessionKeys, secret_of_run
 from services.security.permissions import NO_KEYS, Keys

@@ -20,9 +20,8 @@ from services.policies.admission import StoreUse, store_use
 from services.policies.batching import GroupFilter
 from services.policies.training.deadlines import settled_within
 from services.run_store.client import connect
-from services.run_store.evaluations import EvaluationStore
 from services.run_store.ledger import Ledger
-from services.run_store.status import WaitBoard
+from services.run_store.status import EvaluationStore, WaitBoard
 from services.run_store.stream import TrajectoryReader
 from services.security.permissions import Keys
 from services.security.tls import PLAIN, Tls

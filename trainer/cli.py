@@ -159,8 +159,8 @@ def formula(
 ) -> None:
     import msgspec
 
-    from services.config.algorithm import Formula
     from services.config.load import load_settings
+    from services.config.training.algorithm import Formula
     from trainer.algorithms.describe import describe, own_tables
 
     trainer = load_settings(config, overrides or []).trainer

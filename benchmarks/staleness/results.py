@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.harness.processes import PYTHON, running
-from services.config.algorithm import CorrectionSettings, LossSettings
 from services.config.settings import TrainerSettings
+from services.config.training.algorithm import CorrectionSettings, LossSettings
 from services.policies.admission import most_updates
 from services.wire.errors import RollmeshError, UsageError
 from trainer.algorithms.describe import describe
@@ -84,7 +84,7 @@ class ResultsFile:
 
 
 # The compared corrections, fixed before the measurement: bounds are those of the sources; caps, which the sources leave
-# open, the default of `services.config.algorithm`; the geometric bounds from earlier runs on this task.
+# open, the default of `services.config.training.algorithm`; the geometric bounds from earlier runs on this task.
 
 UNCORRECTED = "none"
 

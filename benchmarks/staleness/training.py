@@ -24,9 +24,9 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from benchmarks.staleness.results import ARMS, Outcome, StaleRun, held_out_in, model_in, problems_in
 from services.config.settings import RolloutSettings, RunSettings
 from services.policies.batching import Group, Member
-from services.wire.demonstrations import Question
 from services.wire.packed import pack_logprobs, pack_mask, pack_tokens
 from services.wire.sampling import SamplingParams
+from services.wire.tasks.demonstrations import Question
 from services.wire.trajectory import Segment, Trajectory, VersionSpan
 from trainer.checkpoint.model_folder import load_policy
 from trainer.model.roles import make_roles

@@ -18,8 +18,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.trainer.report import Measured
 from benchmarks.trainer.step_speed import HeavyTail, as_groups
-from services.config.lora import LoraSettings
 from services.config.settings import TrainerSettings
+from services.config.training.lora import LoraSettings
 from services.policies.training.flops import StepCost, peak_flops
 from trainer.data.packing import pack
 from trainer.data.rows import rows_of

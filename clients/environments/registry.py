@@ -1,4 +1,4 @@
-"""Environments by the name of their task (`services.wire.task_name`); a library is imported when its task is asked for."""
+"""Environments by the name of their task (`services.wire.tasks.name`); a library is imported when its task is asked for."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from clients.environments.tasks.guess_number import GuessNumber
 from clients.environments.tasks.running_sums import RunningSums
 from clients.environments.tasks.sums import Sums
 from services.wire.errors import UsageError
-from services.wire.task_name import BUILT_IN as TASKS
-from services.wire.task_name import LIBRARIES, TaskName, parse_task
+from services.wire.tasks.name import BUILT_IN as TASKS
+from services.wire.tasks.name import LIBRARIES, TaskName, parse_task
 
 if TYPE_CHECKING:
     from clients.environments.rewards import RewardsAddress

@@ -30,7 +30,7 @@ from clients.environments.base import (
     needs_chat,
 )
 from services.wire.errors import UsageError
-from services.wire.task_trial import TaskTrial
+from services.wire.tasks.trial import TaskTrial
 
 PROBLEMS = 64
 """Of each split."""

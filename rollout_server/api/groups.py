@@ -22,8 +22,8 @@ from rollout_server.lifecycle.runners import RunnerWatch
 from rollout_server.lifecycle.takeover import Takeover
 from rollout_server.sessions.access import Access
 from rollout_server.sessions.group import GroupRegistry
-from services.run_store.evaluations import EvaluationStore
 from services.run_store.ledger import Ledger
+from services.run_store.status import EvaluationStore
 from services.wire import rollout_api
 from services.wire.rollout_api import Runner, RunnerLease
 

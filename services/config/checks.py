@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from services.config.base import changed_fields, idle
 from services.config.engines.vllm import check_vllm
-from services.config.parallel import ParallelSettings
 from services.config.settings import LearnerSettings, RunSettings
+from services.config.training.parallel import ParallelSettings
 from services.policies.admission import most_updates
 from services.policies.training.layout import Layout, layout_of
 from services.wire.errors import UsageError

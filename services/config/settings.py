@@ -11,18 +11,18 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from services.config.algorithm import AdvantageSettings, LossSettings
 from services.config.base import Section
 from services.config.engines.placement import PlacementSettings
 from services.config.engines.vllm import VllmSettings
-from services.config.lora import LoraSettings
-from services.config.optimizer import OptimizerSettings, ScheduleSettings
-from services.config.parallel import ParallelSettings
 from services.config.rewards import RewardSettings
 from services.config.tasks import CurriculumSettings, TaskList, TaskSettings, TaskText
-from services.config.teacher import TeacherSettings
 from services.config.traces import TraceSettings
 from services.config.tracking import TrackingSettings
+from services.config.training.algorithm import AdvantageSettings, LossSettings
+from services.config.training.lora import LoraSettings
+from services.config.training.optimizer import OptimizerSettings, ScheduleSettings
+from services.config.training.parallel import ParallelSettings
+from services.config.training.teacher import TeacherSettings
 from services.config.wire import NcclSettings, NixlSettings
 from services.policies.admission import LOOKAHEAD, AdmissionRules
 from services.policies.training.batch_shape import BatchShape
@@ -324,7 +324,7 @@ class EvaluationSettings(Section):
 
 class RunSettings(Section):
     seed: int = Field(default=1, ge=0)
-    task: TaskText = Field(default="running-sums", description="A name as `services.wire.task_name` describes it")
+    task: TaskText = Field(default="running-sums", description="A name as `services.wire.tasks.name` describes it")
     tasks: TaskList = Field(default=[], description="Several tasks in place of `task`: `[[tasks]]`, one section each")
     engine: EngineName = "auto"
     servers: int = Field(default=1, ge=1, le=64)

@@ -11,7 +11,7 @@ from services.config.base import Section
 from services.policies.training.curriculum import CurriculumRules
 from services.policies.training.mixture import parts_of
 from services.wire.errors import UsageError
-from services.wire.task_name import parse_task
+from services.wire.tasks.name import parse_task
 
 
 def _known_task(name: str) -> str:

@@ -29,7 +29,7 @@ from services.run_store.client import reached_by, read_store
 from services.security.keys import KeyPlaces
 from services.security.tls import read_trust
 from services.wire.errors import UNDECODABLE, RollmeshError, UsageError
-from services.wire.task_trial import TaskTrial
+from services.wire.tasks.trial import TaskTrial
 
 _CHECK_WITHIN_S = 40.0
 """They take a second; on a machine that has much else to do, many."""

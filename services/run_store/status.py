@@ -1,4 +1,5 @@
-"""Run status in Redis: the wait board (what each blocked component waits for, since when) and the trainer's last steps."""
+"""Run status in Redis: the wait board (what each blocked component waits for, since when), the trainer's last steps, and
+evaluations, which whoever plays the task tells."""
 
 from __future__ import annotations
 
@@ -8,11 +9,14 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import structlog
+from pydantic import ValidationError
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from services.policies.training.evaluation import evaluation_of
 from services.run_store.client import as_text
 from services.run_store.keys import RunKeys
+from services.wire.rollout_api import Evaluation, EvaluationAnswers
 from services.wire.run_metrics import TaskOutcome
 
 _log = structlog.get_logger()
@@ -112,3 +116,24 @@ async def read_trainer_status(redis: Redis, run_id: str) -> TrainerStatus | None
     """None before the first step. Raises RedisError."""
     found = await redis.get(RunKeys(run_id).trainer_status)
     return None if found is None else msgspec.json.decode(found, type=TrainerStatus)
+
+
+class EvaluationStore:
+    """The evaluations of one run. All calls raise RedisError."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        self._redis, self._key = redis, RunKeys(run_id).evaluations
+
+    async def keep(self, told: EvaluationAnswers) -> None:
+        """One version has one evaluation: the first that was told."""
+        await self._redis.hsetnx(self._key, str(told.due), evaluation_of(told).model_dump_json())
+
+    async def read(self) -> list[Evaluation]:
+        """In the order of their versions; one that cannot be read is left out, with a line in the log."""
+        found = []
+        for due, text in (await self._redis.hgetall(self._key)).items():
+            try:
+                found.append(Evaluation.model_validate_json(text))
+            except ValidationError as error:
+                _log.warning("an evaluation cannot be read", due=due, errors=error.error_count())
+        return sorted(found, key=lambda evaluation: evaluation.due)

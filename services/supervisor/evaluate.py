@@ -15,16 +15,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from services.config.algorithm import AdvantageSettings, LossSettings
 from services.config.load import dump_settings, load_settings
 from services.config.settings import RunSettings
-from services.config.teacher import TeacherSettings
+from services.config.training.algorithm import AdvantageSettings, LossSettings
+from services.config.training.teacher import TeacherSettings
 from services.host.aio import to_its_end
 from services.host.commands import OURS
 from services.host.files import shm_directory, shm_prefix, write_whole
 from services.host.process import missing_tunables
 from services.host.run_folder import RunFolder
-from services.run_store.evaluations import evaluation_of
+from services.policies.training.evaluation import evaluation_of
 from services.security.keys import NO_PLACES
 from services.supervisor.devices import environments_here
 from services.supervisor.launch_plan import LaunchPlan, PortReservation, plan_launch

@@ -32,8 +32,8 @@ from services.host.run_folder import RunFolder, free_bytes, held
 from services.policies.placement.place import Placement
 from services.policies.progress.phase import Part
 from services.run_store.client import connect, reached_by, without_password
-from services.run_store.evaluations import EvaluationStore
 from services.run_store.ledger import Ledger
+from services.run_store.status import EvaluationStore
 from services.security.keys import NO_PLACES, KeyPlaces
 from services.security.tls import read_trust
 from services.supervisor.devices import NOWHERE, environments_here

@@ -42,7 +42,7 @@ from services.supervisor.devices import NOWHERE, find_placement, share_of_engine
 from services.supervisor.launch_plan import LOOPBACK, has_teacher, warm_start_commands
 from services.supervisor.user_code import check_tasks, with_algorithm
 from services.wire.errors import RollmeshError, UsageError
-from services.wire.task_name import parse_task
+from services.wire.tasks.name import parse_task
 
 
 async def _check_surroundings(settings: RunSettings, keys: KeyPlaces) -> None:

@@ -12,8 +12,7 @@ import msgspec
 from services.config.settings import RunSettings
 from services.host.files import LineTail, write_whole
 from services.host.run_folder import RunFolder
-from services.policies.training.evaluation import interval, ks_of, pass_at, success_of
-from services.run_store.evaluations import point_of
+from services.policies.training.evaluation import interval, ks_of, pass_at, point_of, success_of
 from services.run_store.ledger import Accounts
 from services.wire.errors import UNDECODABLE, WireError
 from services.wire.rollout_api import EngineReport, Evaluation

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import msgspec
 
-from services.config.algorithm import DISTILLATION, Formula
 from services.config.base import Section
 from services.config.load import dump_settings
 from services.config.settings import RunSettings, TrainerSettings
+from services.config.training.algorithm import DISTILLATION, Formula
 from services.host.commands import ask
-from services.wire.task_name import parse_task
+from services.wire.tasks.name import parse_task
 
 
 async def check_tasks(settings: RunSettings) -> None:

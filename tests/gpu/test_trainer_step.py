@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from services.config.lora import LoraSettings
-from services.config.optimizer import OptimizerSettings
 from services.config.settings import TrainerSettings
+from services.config.training.lora import LoraSettings
+from services.config.training.optimizer import OptimizerSettings
 from tests.support.trajectories import grouped, random_trajectories
 from trainer.checkpoint.environment import repeat_exactly
 from trainer.data.packing import PackedBatch, pack

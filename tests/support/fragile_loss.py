@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from services.config.algorithm import LossSettings
+from services.config.training.algorithm import LossSettings
 from services.wire.packed import pack_logprobs, unpack_logprobs, unpack_mask
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.losses.ppo_clip import ppo_clip

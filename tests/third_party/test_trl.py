@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.config.algorithm import AdvantageSettings, CorrectionSettings, LossSettings
+from services.config.training.algorithm import AdvantageSettings, CorrectionSettings, LossSettings
 from tests.support.trajectories import a_rollout, a_segment, grouped
 from tests.support.trl_environment import NO_TRL, TRL_PYTHON
 from trainer.algorithms.advantages.compute import AdvantageComputer

@@ -14,10 +14,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from services.config import algorithm
 from services.config.base import Section, changed_fields, idle
-from services.config.lora import ALL_LINEAR, LoraSettings
 from services.config.settings import TrainerSettings
+from services.config.training import algorithm
+from services.config.training.lora import ALL_LINEAR, LoraSettings
 from services.wire.errors import UsageError
 from trainer.algorithms.advantages import registry as advantages
 from trainer.algorithms.advantages.registry import AdvantageEntry, find_estimator

@@ -15,9 +15,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
-from services.config.algorithm import Own
 from services.config.base import Section, idle
 from services.config.load import read_section
+from services.config.training.algorithm import Own
 from services.wire.errors import UsageError
 
 Entry = TypeVar("Entry")

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from services.config.optimizer import ScheduleSettings
 from services.config.settings import RunSettings, TrainerSettings
+from services.config.training.optimizer import ScheduleSettings
 from services.policies.batching import Group, Member
 from services.run_store.stream import StreamEntry
 from services.wire.choices import BlobError, attach

@@ -11,7 +11,7 @@ from typing import overload
 
 import numpy as np
 
-from services.config.algorithm import AdvantageSettings
+from services.config.training.algorithm import AdvantageSettings
 from services.policies.batching import Group
 from services.wire.packed import Float32Array, Int32Array, unpack_experts, unpack_kept
 from services.wire.trajectory import Trajectory

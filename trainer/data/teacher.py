@@ -16,7 +16,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from services.config.teacher import TeacherSettings
+from services.config.training.teacher import TeacherSettings
 from services.host.aio import first_failure
 from services.policies.batching import Group, Member
 from services.wire.packed import unpack_tokens

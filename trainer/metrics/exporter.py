@@ -30,9 +30,8 @@ from services.http.auth import AuthMiddleware, Authorizer
 from services.observability import catalog
 from services.observability.metrics import Metrics, Reading
 from services.run_store.discovery import Heartbeat, ServiceRecord, StoreState, announced
-from services.run_store.evaluations import EvaluationStore
 from services.run_store.ledger import Accounts, Ledger
-from services.run_store.status import TrainerStatus, Wait, post_trainer_status, read_waits
+from services.run_store.status import EvaluationStore, TrainerStatus, Wait, post_trainer_status, read_waits
 from services.security.permissions import NO_KEYS, Keys, lacking
 from services.security.tls import PLAIN, Identity, Tls
 from services.wire.errors import DeadlineError, UsageError

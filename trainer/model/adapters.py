@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from services.config.lora import LoraSettings
+from services.config.training.lora import LoraSettings
 from services.wire.errors import UsageError
 from trainer.parallel.sharding import whole
 from weight_bus.manifest.computed import ComputedTensor, PublishedTensor

@@ -34,7 +34,7 @@ from trainer.model import packed_attention
 from trainer.model.head import Terms, head_terms, linear_head, logit_terms
 from trainer.model.precision import Precision, compute_dtype, computing
 from trainer.model.reach import limited, short_reach, untried
-from trainer.model.routing_replay import RoutingReplay
+from trainer.model.routers import RoutingReplay
 from trainer.parallel.sharding import inside, let_go
 from trainer.parallel.ulysses import ContextSlice, slice_of
 from trainer.parallel.vocabulary import local_rows

@@ -31,8 +31,7 @@ from trainer.model.compilation import compile_layers
 from trainer.model.forward import PackedForward, Separation
 from trainer.model.logprobs import Reference, sampled_terms
 from trainer.model.optimizer import make_optimizer, outer_weights
-from trainer.model.router_loss import RouterLoss
-from trainer.model.routing_replay import RoutingReplay
+from trainer.model.routers import RouterLoss, RoutingReplay
 from trainer.model.token_stats import StepSums
 from trainer.parallel.gradients import clip_gradients
 from trainer.parallel.ranks import Ranks

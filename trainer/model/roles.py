@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from services.config.lora import LoraSettings
 from services.config.settings import RunSettings, TrainerSettings
+from services.config.training.lora import LoraSettings
 from services.policies.training.memory import keeps_layers
 from services.policies.training.model_shape import shape_of
 from services.wire.errors import UsageError
@@ -37,7 +37,7 @@ from trainer.model.critic import Critic, ValueModel
 from trainer.model.forward import PackedForward
 from trainer.model.learner import Learner
 from trainer.model.logprobs import Reference, measure
-from trainer.model.routing_replay import RoutingReplay
+from trainer.model.routers import RoutingReplay
 from trainer.parallel.orders import Measure, passes_of, tell_shares
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.sharding import Fill, cut, shard

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from services.config.lora import LoraSettings
 from services.config.settings import RunSettings
+from services.config.training.lora import LoraSettings
 from services.host.models import check_code
 from services.policies.training.layout import Layout
 from services.policies.training.memory import MemoryOptions, keeps_layers

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from services.wire.demonstrations import Question
+from services.wire.tasks.demonstrations import Question
 
 
 def sampled_accuracy(

@@ -18,7 +18,7 @@ from services.wire.run_metrics import WARM_START, WorkProgress
 from trainer.sft.display import Display
 
 if TYPE_CHECKING:
-    from services.wire.demonstrations import Recipe
+    from services.wire.tasks.demonstrations import Recipe
     from trainer.sft.train import Progress
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -118,7 +118,7 @@ def _from_data(model: Path, data: Path, out: Path, config: Path | None, override
 
     from services.config.fitting import read_facts
     from services.host.process import heavy_imports, usable_cores
-    from services.wire.tables import read_table
+    from services.wire.tasks.tables import read_table
     from trainer.fetch.local import find_model
     from trainer.sft.columns import read_examples
     from trainer.sft.sft_settings import fit_sft, load_sft_settings

@@ -17,7 +17,7 @@ import msgspec
 
 from services.config.base import changed_fields
 from services.wire.errors import UsageError
-from services.wire.tables import Row, columns_of
+from services.wire.tasks.tables import Row, columns_of
 from trainer.sft.sft_settings import DataSettings, Kind
 
 Message = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Reading the demonstrations folder (`services.wire.demonstrations`). No torch here: a cached warm start needs none."""
+"""Reading the demonstrations folder (`services.wire.tasks.demonstrations`). No torch: a cached warm start needs none."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import msgspec
 
-from services.wire.demonstrations import RECIPE, Demonstration, Question, Recipe
 from services.wire.errors import UsageError
+from services.wire.tasks.demonstrations import RECIPE, Demonstration, Question, Recipe
 
 _Line = TypeVar("_Line", Demonstration, Question)
 _POLL_S = 0.02

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from services.config.algorithm import LossSettings
 from services.config.checks import check_schedule
 from services.config.fitting import annotated
 from services.config.load import dump_settings
 from services.config.settings import TrainerSettings
+from services.config.training.algorithm import LossSettings
 from services.host.files import appearing, writing
 from services.wire.errors import NoModelError, UsageError
 from trainer.checkpoint.environment import repeat_exactly

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
 
-from services.wire.demonstrations import Demonstration, Phase, Question, Recipe
 from services.wire.errors import RollmeshError
+from services.wire.tasks.demonstrations import Demonstration, Phase, Question, Recipe
 from trainer.model.logprobs import token_logprobs
 from trainer.sft.accuracy import sampled_accuracy
 from trainer.sft.data import read_checks, read_demonstrations

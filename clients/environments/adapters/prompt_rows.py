@@ -16,7 +16,7 @@ import msgspec
 
 from clients.environments.base import Message
 from services.wire.errors import UsageError
-from services.wire.tables import Row, columns_of, read_table
+from services.wire.tasks.tables import Row, columns_of, read_table
 
 SOLUTION = "solution"
 """What judges know the solution's column as."""

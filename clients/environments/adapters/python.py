@@ -18,7 +18,7 @@ from types import ModuleType
 from clients.environments.adapters.options import values
 from clients.environments.base import AgentEnvironment, AnyEnvironment, Environment, describe
 from services.wire.errors import UsageError
-from services.wire.task_name import TaskName
+from services.wire.tasks.name import TaskName
 
 
 def load_environment(name: TaskName, options: Mapping[str, str]) -> AnyEnvironment:

@@ -1,7 +1,7 @@
 """Demonstrations for a supervised warm start: a tiny model learns the format and some skill, for RL to improve.
 
-The folder's format is `services.wire.demonstrations`; `problems.jsonl` and `held_out.jsonl` come on request: problems in
-the order a run plays them, for other trainers and for benchmarks.
+The folder's format is `services.wire.tasks.demonstrations`; `problems.jsonl` and `held_out.jsonl` come on request: problems
+in the order a run plays them, for other trainers and for benchmarks.
 
 Only the parts marked as trained are in the loss. Demonstrations are sampled from the train split alone. The recipes are
 found by experiment: `stop_at_accuracy` is what makes the first phase of running-sums dependable over seeds.
@@ -18,8 +18,8 @@ from clients.environments.base import Split, problem_rng
 from clients.environments.registry import make_environment
 from clients.environments.tasks.guess_number import HIGHEST, LOWEST, TURNS, GuessNumber, compare
 from clients.environments.tasks.running_sums import RunningSums, right_answer, running_sums
-from services.wire.demonstrations import RECIPE, Demonstration, Phase, Question, Recipe
 from services.wire.errors import UsageError
+from services.wire.tasks.demonstrations import RECIPE, Demonstration, Phase, Question, Recipe
 
 END = "$"
 BATCH = 64

@@ -21,13 +21,13 @@ from redis.exceptions import RedisError
 
 from services.observability.mesh_status.report import CauseView, GroupView, MeshReport, QueueView, ServiceView, WaitView
 from services.policies.admission import StoreUse
+from services.policies.training.evaluation import point_of
 from services.policies.wait_causes import Cause, ProbeOutcome, SeenGroup, SeenService, find_causes
 from services.run_store.client import as_text
 from services.run_store.discovery import Listed, ServerRecord, ServiceRegistry
-from services.run_store.evaluations import EvaluationStore, point_of
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Accounts, Ledger
-from services.run_store.status import TrainerStatus, Wait, read_trainer_status, read_waits
+from services.run_store.status import EvaluationStore, TrainerStatus, Wait, read_trainer_status, read_waits
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import UNDECODABLE, DeadlineError, UsageError
 from services.wire.rollout_api import Evaluation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from services.policies.diagnosis.finding import Finding, error, warning
-from services.wire.task_trial import TaskTrial
+from services.wire.tasks.trial import TaskTrial
 
 SLOW_S = 0.25
 """Of a call on the runner's event loop, in which nobody else's episodes go on. Built-in tasks take microseconds."""

@@ -13,6 +13,11 @@ from dataclasses import dataclass
 from math import comb, sqrt
 from statistics import NormalDist, fmean
 
+import msgspec
+
+from services.wire.rollout_api import Evaluation, EvaluationAnswers, TaskEvaluation
+from services.wire.run_metrics import EvaluationPoint
+
 LEVEL = 0.95
 """Of every interval."""
 
@@ -81,3 +86,29 @@ def _wilson(success: float, count: float) -> Interval:
 def best_of(successes: Sequence[tuple[int, float]]) -> int | None:
     """The version with the highest success; the older of two that are equal. None of none."""
     return max(successes, key=lambda found: (found[1], -found[0]))[0] if successes else None
+
+
+def evaluation_of(told: EvaluationAnswers) -> Evaluation:
+    """What the answers say."""
+    return Evaluation(
+        **told.model_dump(exclude={"solved", "tasks", "mean_length"}),
+        **_found(told.solved, told.samples, told.mean_length).model_dump(),
+        tasks={each.task: _found(each.solved, told.samples, each.mean_length) for each in told.tasks},
+    )
+
+
+def _found(solved: Sequence[int], samples: int, mean_length: float) -> TaskEvaluation:
+    within = interval(solved, samples)
+    return TaskEvaluation(
+        problems=len(solved),
+        success=success_of(solved, samples),
+        low=within.low,
+        high=within.high,
+        pass_at={k: pass_at(solved, samples, k) for k in ks_of(samples)},
+        mean_length=mean_length,
+    )
+
+
+def point_of(evaluation: Evaluation) -> EvaluationPoint:
+    """What status and summary show of it."""
+    return msgspec.convert(evaluation, EvaluationPoint, from_attributes=True)

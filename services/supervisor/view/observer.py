@@ -19,8 +19,7 @@ from services.host.files import LineTail
 from services.host.run_folder import RunFolder
 from services.policies.progress.bottleneck import Bound, Load, find_bound
 from services.policies.progress.phase import LOOKED_BACK, Part, phase_of
-from services.run_store.evaluations import EvaluationStore
-from services.run_store.status import Wait, read_waits
+from services.run_store.status import EvaluationStore, Wait, read_waits
 from services.supervisor.view.snapshot import History, Snapshot
 from services.wire.errors import UNDECODABLE
 from services.wire.rollout_api import EngineReport, Evaluation

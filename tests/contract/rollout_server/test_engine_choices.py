@@ -29,7 +29,7 @@ from trainer.data.rows import to_measure
 from trainer.data.validation import Rejected, Validator
 from trainer.model.forward import PackedForward
 from trainer.model.logprobs import sampled_terms
-from trainer.model.routing_replay import RoutingReplay
+from trainer.model.routers import RoutingReplay
 
 TOLERANCE = 1e-4
 CUTS: tuple[dict[str, Any], ...] = (

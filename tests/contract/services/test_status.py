@@ -22,9 +22,9 @@ from rich.console import Console
 from services.http.app import make_app
 from services.observability.mesh_status.collector import StatusCollector
 from services.observability.mesh_status.report import CauseView, GroupView, MeshReport, QueueView, ServiceView, WaitView
+from services.policies.training.evaluation import point_of
 from services.run_store.client import connect
 from services.run_store.discovery import Listed, ServerRecord, ServiceKind, ServiceRecord, ServiceRegistry
-from services.run_store.evaluations import point_of
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Ledger
 from services.run_store.status import TrainerStatus, WaitBoard

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.config.fitting import read_facts
 from services.wire.errors import UsageError
-from services.wire.tables import read_table
+from services.wire.tasks.tables import read_table
 from tests.support.chat_policy import TURN_END, save_chat_policy
 from tests.support.forked_command import run_forked
 from tests.support.mesh_command import COMMAND

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
-from services.config.teacher import TeacherSettings  # noqa: E402
+from services.config.training.teacher import TeacherSettings  # noqa: E402
 from services.policies.batching import Member  # noqa: E402
 from services.wire.errors import UsageError  # noqa: E402
 from services.wire.trajectory import Trajectory  # noqa: E402

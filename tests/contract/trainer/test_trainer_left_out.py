@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from services.config.algorithm import LossSettings  # noqa: E402
 from services.config.load import dump_settings  # noqa: E402
+from services.config.training.algorithm import LossSettings  # noqa: E402
 from services.run_store.stream import DeadLetters  # noqa: E402
 from tests.support.fragile_loss import BROKEN, NAME, NOT_FINITE, marked  # noqa: E402
 from tests.support.trainer_process import GROUPS, SETTINGS, SIZE, TrainerMesh, ended  # noqa: E402

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import torch
 
 from services.config.load import dump_settings
-from services.config.parallel import ParallelSettings
+from services.config.training.parallel import ParallelSettings
 from tests.support.trainer_process import GROUPS, SETTINGS, SIZE, STEPS, TrainerMesh, ended, undisturbed
 from trainer.checkpoint.model_folder import load_policy
 from trainer.metrics.files import read_metrics

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from services.config.load import dump_settings  # noqa: E402
-from services.config.optimizer import OptimizerSettings, ScheduleSettings  # noqa: E402
+from services.config.training.optimizer import OptimizerSettings, ScheduleSettings  # noqa: E402
 from services.wire.run_metrics import TrainerReport  # noqa: E402
 from tests.support.trainer_process import GROUPS, SETTINGS, SIZE, STEPS, TrainerMesh, ended, undisturbed  # noqa: E402
 from tests.support.trajectories import a_rollout, a_segment, grouped, random_trajectories  # noqa: E402

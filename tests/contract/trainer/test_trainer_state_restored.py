@@ -9,10 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from services.config.algorithm import AdvantageSettings, CostSettings, LossSettings, RewardShaping  # noqa: E402
 from services.config.load import dump_settings  # noqa: E402
-from services.config.lora import LoraSettings  # noqa: E402
-from services.config.teacher import TeacherSettings  # noqa: E402
+from services.config.training.algorithm import AdvantageSettings, CostSettings, LossSettings, RewardShaping  # noqa: E402
+from services.config.training.lora import LoraSettings  # noqa: E402
+from services.config.training.teacher import TeacherSettings  # noqa: E402
 from tests.support.teacher_stand_in import TeacherStandIn, taught  # noqa: E402
 from tests.support.trainer_process import GROUPS, SETTINGS, SIZE, TrainerMesh, ended, waiting_for  # noqa: E402
 from tests.support.trajectories import grouped  # noqa: E402

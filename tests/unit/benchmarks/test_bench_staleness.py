@@ -18,10 +18,10 @@ import typer
 from benchmarks.staleness.cli import GREEDY, SAMPLED, app, as_table, bars, finals, plot_finals
 from benchmarks.staleness.results import ARMS, Outcome, ResultsFile, StaleRun, named_arms
 from benchmarks.staleness.training import LaggedPolicy, Rollouts, StaleTraining
-from services.config.algorithm import LossSettings
 from services.config.settings import TrainerSettings
-from services.wire.demonstrations import Question
+from services.config.training.algorithm import LossSettings
 from services.wire.errors import UsageError
+from services.wire.tasks.demonstrations import Question
 from services.wire.trajectory import check_trajectory
 from trainer.model.logprobs import token_logprobs
 from trainer.sft.tiny_model import build_model, build_tokenizer

@@ -12,7 +12,7 @@ from clients.environments.registry import make_task
 from services.config.load import dump_settings, load_settings
 from services.supervisor.preflight import find_task, new_run_id
 from services.wire.errors import UsageError
-from services.wire.task_name import BUILT_IN, LIBRARIES, parse_task
+from services.wire.tasks.name import BUILT_IN, LIBRARIES, parse_task
 
 OWN = '''
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ from clients.environments.registry import make_environment
 from clients.environments.tasks.guess_number import HIGHEST, LOWEST, TURNS, GuessNumber, GuessNumberEpisode
 from clients.environments.tasks.running_sums import RunningSums, running_sums
 from services.wire.errors import UsageError
-from services.wire.task_name import DEMONSTRATED
+from services.wire.tasks.name import DEMONSTRATED
 from tests.support.examples import examples
 
 indices = st.integers(min_value=0, max_value=10**9)

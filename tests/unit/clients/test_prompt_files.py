@@ -17,7 +17,7 @@ from clients.environments.registry import make_task
 from services.rewards.verifiers import math
 from services.supervisor.preflight import find_task
 from services.wire.errors import UsageError
-from services.wire.task_name import parse_task
+from services.wire.tasks.name import parse_task
 
 GSM8K = [
     {

@@ -31,7 +31,7 @@ from services.policies.training.memory import MemoryOptions
 from services.policies.training.model_shape import ModelShape
 from services.policies.wait_causes import Cause
 from services.wire.run_metrics import StepMetrics
-from services.wire.task_trial import TaskTrial
+from services.wire.tasks.trial import TaskTrial
 from services.wire.weights_api import EngineDigest, VerifyView, WeightEvent
 from tests.support.step_lines import step_metrics
 

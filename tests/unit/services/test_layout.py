@@ -8,7 +8,7 @@ import pytest
 
 from services.config.checks import layout_asked, ranks_asked
 from services.config.load import load_settings
-from services.config.parallel import ParallelSettings
+from services.config.training.parallel import ParallelSettings
 from services.policies.training.layout import ALONE, Layout, layout_of
 from services.wire.errors import UsageError
 

@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.policies.training.evaluation import LEVEL, best_of, interval, ks_of, pass_at, success_of
-from services.run_store.evaluations import evaluation_of, point_of
+from services.policies.training.evaluation import (
+    LEVEL,
+    best_of,
+    evaluation_of,
+    interval,
+    ks_of,
+    pass_at,
+    point_of,
+    success_of,
+)
 from services.wire.rollout_api import EvaluationAnswers
 
 RUNS = 4000

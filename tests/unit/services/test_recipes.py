@@ -10,7 +10,7 @@ import pytest
 from services.config.load import load_settings
 from services.config.recipes import find_recipe, recipes
 from services.wire.errors import UsageError
-from services.wire.task_name import parse_task
+from services.wire.tasks.name import parse_task
 from trainer.algorithms.describe import describe
 
 FLAGS = {"--engine", "--seed", "--steps", "--servers", "--k", "--task"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.wire.errors import UsageError
-from services.wire.tables import columns_of, read_table
+from services.wire.tasks.tables import columns_of, read_table
 
 ROWS = [
     {"question": "2+2", "solution": "4", "tags": ["easy", "sum"]},

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from services.config.algorithm import AdvantageSettings
 from services.config.settings import TrainerSettings
+from services.config.training.algorithm import AdvantageSettings
 from services.wire.errors import DeadlineError, UsageError
 from tests.support.rank_pool import RankPool
 from trainer.algorithms.advantages.compute import AdvantageComputer

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.config.algorithm import AdvantageSettings, DistillationSettings
 from services.config.settings import RunSettings, TrainerSettings
-from services.config.teacher import TeacherSettings
+from services.config.training.algorithm import AdvantageSettings, DistillationSettings
+from services.config.training.teacher import TeacherSettings
 from services.policies.training.health import signs
 from services.wire.errors import UsageError
 from services.wire.packed import unpack_logprobs

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.config.algorithm import AdvantageSettings, LossSettings
 from services.config.settings import RunSettings, TrainerSettings
+from services.config.training.algorithm import AdvantageSettings, LossSettings
 from services.wire.errors import UsageError
 from tests.support.one_token_task import play
 from tests.support.trajectories import grouped

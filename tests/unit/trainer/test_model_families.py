@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2_5_VLConfig
 
-from services.config.algorithm import LossSettings
 from services.config.settings import RunSettings, TrainerSettings
+from services.config.training.algorithm import LossSettings
 from services.policies.batching import Group
 from services.wire.errors import NoModelError, UsageError
 from services.wire.trajectory import Trajectory
@@ -28,7 +28,7 @@ from trainer.model.forward import PackedForward
 from trainer.model.learner import Learner, named_weights
 from trainer.model.logprobs import sampled_terms
 from trainer.model.roles import make_roles
-from trainer.model.router_loss import RouterLoss
+from trainer.model.routers import RouterLoss
 from weight_bus.manifest.published import PublishedNames, check_folder
 from weight_bus.publisher.contiguous import lay_contiguous
 

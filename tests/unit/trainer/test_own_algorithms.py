@@ -11,10 +11,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from services.config.algorithm import AdvantageSettings, LossSettings
 from services.config.base import Section
 from services.config.load import dump_settings, load_settings
 from services.config.settings import RunSettings, TrainerSettings
+from services.config.training.algorithm import AdvantageSettings, LossSettings
 from services.wire.errors import UsageError
 from services.wire.packed import unpack_tokens
 from tests.support.trajectories import a_rollout, a_segment, grouped

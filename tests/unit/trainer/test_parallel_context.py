@@ -16,7 +16,7 @@ from tests.unit.trainer.test_trainer_packed_forward import a_model as a_model_of
 from trainer.model.critic import ValueModel
 from trainer.model.forward import PackedForward
 from trainer.model.logprobs import sampled_terms
-from trainer.model.router_loss import RouterLoss
+from trainer.model.routers import RouterLoss
 from trainer.parallel.ulysses import slice_of
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from services.config.lora import LoraSettings
+from services.config.training.lora import LoraSettings
 from services.wire.errors import UsageError
 from tests.support.parallel_models import Arrays, a_model, found_by, gradients, largest_error, summed
 from tests.support.rank_pool import RankPool

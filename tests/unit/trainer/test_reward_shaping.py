@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.config.algorithm import AdvantageSettings, CostSettings, RewardShaping
 from services.config.load import load_settings
 from services.config.settings import RunSettings, TrainerSettings
+from services.config.training.algorithm import AdvantageSettings, CostSettings, RewardShaping
 from services.wire.errors import UsageError
 from services.wire.trajectory import RewardSpan, Trajectory
 from tests.support.examples import examples

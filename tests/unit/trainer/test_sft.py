@@ -15,8 +15,8 @@ import torch
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.wire.demonstrations import Demonstration, Question
 from services.wire.errors import UsageError
+from services.wire.tasks.demonstrations import Demonstration, Question
 from trainer.sft.accuracy import Sampled, is_right, sample_answers, sampled_accuracy
 from trainer.sft.cache import default_cache_dir, deliver, is_delivered, keep, take_cached, warm_start_key
 from trainer.sft.data import folder_digest, read_recipe
@@ -74,7 +74,7 @@ def test_a_bar_that_is_not_reached_is_an_error(tmp_path: Path) -> None:
 def test_only_trained_parts_are_in_the_loss() -> None:
     tokenizer = build_tokenizer()
     parts = [[("ab", False), ("c$", True), ("H", False), ("d$", True)], [("ab", False), ("c$", True)]]
-    from services.wire.demonstrations import Demonstration
+    from services.wire.tasks.demonstrations import Demonstration
 
     examples = _Examples(tokenizer, [Demonstration(each) for each in parts])
     ids, trained, first = examples.batch(0, 3)

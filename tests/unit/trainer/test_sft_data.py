@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from services.config.load import known_keys
 from services.policies.training.model_defaults import ModelFacts
 from services.wire.errors import UsageError
-from services.wire.tables import read_table
+from services.wire.tasks.tables import read_table
 from trainer.sft.columns import Chat, Example, PromptAnswer, TokenExample, read_examples
 from trainer.sft.selection import Order, held_out, place_of, steps_of
 from trainer.sft.sft_settings import DataSettings, SftSettings, fit_sft, load_sft_settings

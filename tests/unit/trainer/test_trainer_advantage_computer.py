@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.config.algorithm import AdvantageSettings, CostSettings
+from services.config.training.algorithm import AdvantageSettings, CostSettings
 from services.wire.errors import UsageError
 from services.wire.trajectory import RewardSpan, Trajectory
 from tests.support.examples import examples

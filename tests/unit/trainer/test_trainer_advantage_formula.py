@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.config.algorithm import AdvantageSettings
 from services.config.settings import TrainerSettings
+from services.config.training.algorithm import AdvantageSettings
 from services.wire.errors import UsageError
 from trainer.algorithms.advantages.registry import ADVANTAGES, find_estimator, load_estimator
 from trainer.algorithms.describe import describe, describe_advantage

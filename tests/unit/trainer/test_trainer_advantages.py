@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.config.algorithm import AdvantageSettings
+from services.config.training.algorithm import AdvantageSettings
 from tests.support.examples import examples
 from trainer.algorithms.advantages.batch import RewardBatch, discounted_sums
 from trainer.algorithms.advantages.registry import ADVANTAGES, load_estimator

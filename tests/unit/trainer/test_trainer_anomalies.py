@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from services.config.algorithm import AdvantageSettings, CriticSettings, LossSettings
 from services.config.settings import RunSettings, TrainerSettings
+from services.config.training.algorithm import AdvantageSettings, CriticSettings, LossSettings
 from services.policies.batching import Group
 from services.wire.trajectory import Trajectory
 from tests.support.fragile_loss import NAME, NOT_FINITE, marked

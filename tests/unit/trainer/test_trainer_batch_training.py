@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from services.config.algorithm import AdvantageSettings, CorrectionSettings, CostSettings, LossSettings
 from services.config.settings import RunSettings, TrainerSettings
+from services.config.training.algorithm import AdvantageSettings, CorrectionSettings, CostSettings, LossSettings
 from services.policies.batching import Group
 from services.policies.token_budget import split_rows
 from services.wire.packed import unpack_tokens

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.config.algorithm import CorrectionSettings, LossSettings
+from services.config.training.algorithm import CorrectionSettings, LossSettings
 from tests.support.examples import examples
 from trainer.algorithms.losses.correction import correction
 from trainer.algorithms.losses.objective import Objective, TokenTerms

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.config.algorithm import AdvantageSettings, CostSettings, CriticSettings
 from services.config.settings import RunSettings, TrainerSettings
+from services.config.training.algorithm import AdvantageSettings, CostSettings, CriticSettings
 from services.wire.trajectory import Trajectory
 from tests.support.examples import examples
 from tests.support.trajectories import a_rollout, a_segment, grouped, random_trajectories

@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.config.algorithm import AdvantageSettings
 from services.config.settings import EvaluationSettings, RunSettings, TrainerSettings
+from services.config.training.algorithm import AdvantageSettings
 from services.host.files import appearing
 from services.wire.errors import UsageError
 from tests.support.trajectories import grouped, random_trajectories

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.config.algorithm import AdvantageSettings
+from services.config.training.algorithm import AdvantageSettings
 from services.policies.batching import Group
 from services.policies.staleness import FutureVersionError
 from services.wire.packed import unpack_logprobs, unpack_tokens

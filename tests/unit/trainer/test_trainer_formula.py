@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.config.algorithm import LossSettings
 from services.config.settings import TrainerSettings
+from services.config.training.algorithm import LossSettings
 from services.wire.errors import UsageError
 from trainer.algorithms.describe import describe, describe_loss
 from trainer.algorithms.losses.registry import LOSSES, LossEntry, load_loss

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.config.algorithm import AdvantageSettings, LossSettings
 from services.config.settings import RunSettings, TrainerSettings
+from services.config.training.algorithm import AdvantageSettings, LossSettings
 from services.wire.errors import UsageError
 from tests.support.trajectories import grouped, random_trajectories
 from trainer.algorithms.advantages.compute import AdvantageComputer

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from services.config.algorithm import CorrectionSettings, LossSettings
 from services.config.settings import TrainerSettings
+from services.config.training.algorithm import CorrectionSettings, LossSettings
 from services.wire.run_metrics import TokenStatistics
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import Trajectory

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.config.algorithm import AdvantageSettings, CorrectionSettings, CriticSettings, LossSettings
-from services.config.lora import LoraSettings
 from services.config.settings import RunSettings, TrainerSettings
+from services.config.training.algorithm import AdvantageSettings, CorrectionSettings, CriticSettings, LossSettings
+from services.config.training.lora import LoraSettings
 from tests.support.one_token_task import play
 from tests.support.trajectories import grouped
 from trainer.data.packing import pack

@@ -21,10 +21,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from services.config.algorithm import AdvantageSettings, LossSettings
 from services.config.load import load_settings
-from services.config.lora import LoraSettings
 from services.config.settings import RunSettings, TrainerSettings
+from services.config.training.algorithm import AdvantageSettings, LossSettings
+from services.config.training.lora import LoraSettings
 from services.wire.errors import UsageError
 from tests.support.forked_command import exit_code_of
 from tests.support.model_families import make_family

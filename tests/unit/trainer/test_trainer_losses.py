@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from services.config.algorithm import LossSettings
+from services.config.training.algorithm import LossSettings
 from tests.support.examples import examples
 from trainer.algorithms.divergence import Estimator, divergence
 from trainer.algorithms.losses.objective import interpolated

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers import Qwen3ForCausalLM
 
-from services.config.algorithm import AdvantageSettings
-from services.config.optimizer import OptimizerSettings, ScheduleSettings
 from services.config.settings import RunSettings, TrainerSettings
+from services.config.training.algorithm import AdvantageSettings
+from services.config.training.optimizer import OptimizerSettings, ScheduleSettings
 from services.wire.errors import UsageError
 from tests.support.trajectories import grouped, random_trajectories
 from trainer.algorithms.advantages.compute import AdvantageComputer

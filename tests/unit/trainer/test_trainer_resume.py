@@ -14,8 +14,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from services.config.algorithm import AdvantageSettings
 from services.config.settings import RunSettings, TrainerSettings
+from services.config.training.algorithm import AdvantageSettings
 from services.host.run_folder import FORMAT, RunFolder, take_format
 from services.policies.batching import Group
 from services.policies.versions import Announced

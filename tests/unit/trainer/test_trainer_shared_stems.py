@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch.autograd.graph import Node
 from transformers import Qwen3ForCausalLM
 
-from services.config.algorithm import LossSettings
 from services.config.settings import TrainerSettings
+from services.config.training.algorithm import LossSettings
 from services.policies.token_budget import pays, saved_by_sharing
 from services.wire.trajectory import Trajectory
 from tests.support.examples import examples

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 import torch
 
-from services.config.algorithm import AdvantageSettings, LossSettings
-from services.config.optimizer import OptimizerSettings, ScheduleSettings
 from services.config.settings import RunSettings, TrainerSettings
+from services.config.training.algorithm import AdvantageSettings, LossSettings
+from services.config.training.optimizer import OptimizerSettings, ScheduleSettings
 from services.policies.batching import Group
 from services.wire.errors import UsageError
 from services.wire.trajectory import Trajectory

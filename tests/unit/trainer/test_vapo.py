@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.config.algorithm import AdvantageSettings, CriticSettings
 from services.config.load import load_settings
-from services.config.optimizer import ScheduleSettings
 from services.config.settings import RunSettings, TrainerSettings
+from services.config.training.algorithm import AdvantageSettings, CriticSettings
+from services.config.training.optimizer import ScheduleSettings
 from services.wire.errors import UsageError
 from tests.support.examples import examples
 from tests.support.trajectories import grouped, random_trajectories

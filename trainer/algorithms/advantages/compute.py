@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from services.config.algorithm import DISTILLATION, AdvantageSettings
+from services.config.training.algorithm import DISTILLATION, AdvantageSettings
 from services.policies.batching import Group
 from services.wire.errors import UsageError
 from services.wire.packed import Float32Array

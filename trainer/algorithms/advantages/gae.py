@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.config.algorithm import AdvantageSettings
+from services.config.training.algorithm import AdvantageSettings
 from trainer.algorithms.advantages.batch import Float64Array, RewardBatch, TokenAdvantages
 
 

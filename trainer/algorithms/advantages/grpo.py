@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.config.algorithm import GrpoSettings
+from services.config.training.algorithm import GrpoSettings
 from trainer.algorithms.advantages.batch import Float64Array, RewardBatch, TokenAdvantages
 
 EPSILON = 1e-4

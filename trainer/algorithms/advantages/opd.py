@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.config.algorithm import DistillationSettings
+from services.config.training.algorithm import DistillationSettings
 from trainer.algorithms.advantages.batch import Float64Array, Int64Array, RewardBatch, TokenAdvantages, discounted_sums
 from trainer.algorithms.losses.tokens import LARGEST_LOG_RATIO
 

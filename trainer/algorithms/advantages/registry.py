@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.config.algorithm import (
+from services.config.base import Section
+from services.config.training.algorithm import (
     DISTILLATION,
     GREEDY_BASELINE,
     AdvantageSettings,
@@ -19,7 +20,6 @@ from services.config.algorithm import (
     GrpoSettings,
     ReinforcePpSettings,
 )
-from services.config.base import Section
 from trainer.algorithms.columns import ADVANTAGE_COLUMNS, AdvantageColumn, check_columns
 from trainer.algorithms.plugins import bound, find_entry, load_function, own_settings
 

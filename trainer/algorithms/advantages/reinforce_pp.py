@@ -7,8 +7,8 @@ then  (A_t − mean(A)) / (std(A) + 1e-8)             over all tokens of the bat
 
 from __future__ import annotations
 
-from services.config.algorithm import ReinforcePpSettings
 from services.config.base import Section
+from services.config.training.algorithm import ReinforcePpSettings
 from trainer.algorithms.advantages.batch import RewardBatch, TokenAdvantages
 from trainer.algorithms.advantages.grpo import group_relative
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from services.config.algorithm import AdvantageSettings, CostSettings
+from services.config.training.algorithm import AdvantageSettings, CostSettings
 from services.policies.batching import Group
 from services.wire.errors import UsageError
 from services.wire.trajectory import Trajectory

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.config.algorithm import RewardShaping
+from services.config.training.algorithm import RewardShaping
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import Float64Array
 

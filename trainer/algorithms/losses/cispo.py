@@ -7,7 +7,7 @@ The paper runs without a lower bound: `clip_low = 1`.
 
 from __future__ import annotations
 
-from services.config.algorithm import RatioBounds
+from services.config.training.algorithm import RatioBounds
 from trainer.algorithms.losses.tokens import LossTokens, TokenLoss
 
 

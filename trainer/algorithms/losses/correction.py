@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from services.config.algorithm import CorrectionSettings
+from services.config.training.algorithm import CorrectionSettings
 from trainer.algorithms.losses.tokens import LARGEST_LOG_RATIO, LossTokens
 
 Level = Literal["token", "sequence", "geometric"]

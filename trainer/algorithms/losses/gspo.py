@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from services.config.algorithm import RatioBounds
+from services.config.training.algorithm import RatioBounds
 from trainer.algorithms.losses.tokens import LossTokens, TokenLoss
 
 

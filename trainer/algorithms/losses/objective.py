@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from services.config.algorithm import LossSettings
+from services.config.training.algorithm import LossSettings
 from trainer.algorithms.columns import LossColumn
 from trainer.algorithms.describe import describe_loss
 from trainer.algorithms.divergence import divergence

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from services.config.algorithm import PpoClipSettings
+from services.config.training.algorithm import PpoClipSettings
 from trainer.algorithms.losses.tokens import LossTokens, TokenLoss
 
 

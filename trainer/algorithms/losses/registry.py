@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from services.config.algorithm import LossSettings, PpoClipSettings, RatioBounds
 from services.config.base import Section
+from services.config.training.algorithm import LossSettings, PpoClipSettings, RatioBounds
 from trainer.algorithms.columns import LOSS_COLUMNS, LossColumn, check_columns
 from trainer.algorithms.plugins import bound, find_entry, load_function, own_settings
 
