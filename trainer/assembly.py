@@ -52,6 +52,8 @@ from trainer.parallel.start import Started
 from trainer.planning.refusal import refuse_what_cannot_fit
 from trainer.weights import WeightUpdates
 from weight_bus.client.bus_client import BusClient
+from weight_bus.manifest.adapter import base_digest
+from weight_bus.manifest.manifest import Adapter
 from weight_bus.manifest.published import check_folder
 from weight_bus.publisher.contiguous import lay_contiguous
 from weight_bus.publisher.publisher import Publisher
@@ -110,6 +112,7 @@ def load_roles(arguments: TrainerArguments, teacher: Taught | None, ranks: Ranks
         else:
             _log.warning("each rank loads all weights first", why=shared.why_whole)
     roles = make_roles(load, settings, BASE_VERSION, teacher, ranks, fill=fill)
+    roles.learner.publishes_adapters = settings.weights.publish == "adapter"
     use_tf32(settings.trainer.tf32, roles.learner.model.device)
     return roles
 
@@ -130,9 +133,13 @@ def make_publisher(arguments: TrainerArguments, learner: Learner, ranks: Ranks, 
     if learner.adapters is None and not ranks.several:
         # Weights that lie as the arenas do are published by one copy.
         lay_contiguous(learner.model.state_dict(keep_vars=True))
-    published = learner.published()
-    check_folder(arguments.model, published, f"{learner.model.base_model_prefix}.")
-    publishing = None
+    published, publishing, adapter = learner.published(), None, None
+    if learner.publishes_adapters:
+        # What the other ranks draw up is announced by nobody.
+        digest, lora = base_digest(arguments.model) if ranks.leads else "0" * 64, arguments.settings.trainer.lora
+        adapter = Adapter(base_digest=digest, rank=lora.rank, alpha=lora.alpha)
+    else:
+        check_folder(arguments.model, published, f"{learner.model.base_model_prefix}.")
     if ranks.several:
         publishing = PublishingRanks(settled_within(weights.stage_timeout_s))
         stack.callback(publishing.close)
@@ -146,6 +153,7 @@ def make_publisher(arguments: TrainerArguments, learner: Learner, ranks: Ranks, 
         wait_s=settled_within(weights.stage_timeout_s),
         delta_max_ratio=weights.delta_max_ratio if weights.delta == "auto" else 0.0,
         ranks=publishing,
+        adapter=adapter,
     )
     if isinstance(publisher, LeadingPublisher):
         publisher.leads = ranks

@@ -12,6 +12,7 @@ from services.config.settings import RunSettings
 from services.host.vllm_arguments import check_arguments
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import UsageError
+from weight_bus.manifest.adapter import AdapterPlan
 
 EngineClass = Literal["torch", "vllm", "http"]
 
@@ -68,7 +69,14 @@ def make_engine(
         start_within_s=settings.rollout.start_timeout_s,
         shadow=settings.weights.shadow,
         packed=settings.weights.packed,
+        adapter=adapter_plan(model, settings),
     )
+
+
+def adapter_plan(model: Path, settings: RunSettings) -> AdapterPlan | None:
+    """None where versions are whole weights."""
+    lora = settings.trainer.lora
+    return AdapterPlan(lora.rank, lora.targets, model) if settings.weights.publish == "adapter" else None
 
 
 def _torch_engine(
@@ -76,7 +84,7 @@ def _torch_engine(
 ) -> Engine:
     from rollout_server.engines.torch.engine import CoreSettings, TorchEngine
 
-    root = settings.weights.file_root
+    root, plan = settings.weights.file_root, adapter_plan(model, settings)
     wanted = CoreSettings(
         model=str(model),
         run_id=run_id,
@@ -90,6 +98,7 @@ def _torch_engine(
         file_root=None if root is None else str(root),
         trust_remote_code=settings.model.trust_remote_code,
         keep_experts=settings.rollout.routing_replay,
+        adapter=None if plan is None else (plan.rank, plan.targets),
     )
     if own_process:
         from rollout_server.engines.torch.process.client import CoreProcess

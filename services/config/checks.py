@@ -6,7 +6,7 @@ Of the loss and the advantage: `trainer.algorithms.describe`.
 from __future__ import annotations
 
 from services.config.base import changed_fields, idle
-from services.config.engines.vllm import check_vllm
+from services.config.engines.vllm import MOST_RANK, check_vllm
 from services.config.settings import LearnerSettings, RunSettings
 from services.config.training.parallel import ParallelSettings
 from services.policies.admission import most_updates
@@ -23,6 +23,7 @@ def check(settings: RunSettings) -> None:
     _refuse_epochs(settings)
     check_vllm(settings.rollout.vllm)
     _refuse_idle_broadcasts(settings)
+    _refuse_adapters_of_nobody(settings)
     check_learner(settings.trainer)
     asked = settings.trainer.parallel
     check_ranks(settings, layout_asked(asked, ranks_asked(asked)))
@@ -80,6 +81,7 @@ def check_engine(settings: RunSettings, engine: str) -> None:
             f"rollout.routing_replay: engine {engine} does not tell here which experts it chose",
             "use engine torch, or leave it out",
         )
+    _refuse_adapters(settings, engine)
     if engine != "torch":
         return
     if settings.rollout.tensor_parallel > 1:
@@ -93,6 +95,44 @@ def check_engine(settings: RunSettings, engine: str) -> None:
         )
     if not settings.weights.packed:
         raise UsageError("weights.packed=false is not read by engine torch", "leave it out, or use --engine vllm")
+
+
+def _refuse_adapters_of_nobody(settings: RunSettings) -> None:
+    weights, rank = settings.weights, settings.trainer.lora.rank
+    if weights.publish != "adapter":
+        return
+    if not rank:
+        raise UsageError("weights.publish=adapter without adapters", "set trainer.lora.rank, or leave it out")
+    if weights.transport == "file":
+        raise UsageError(
+            "weights.publish=adapter cannot be with weights.transport=file: a snapshot is a whole model, which engines "
+            "load as it is",
+            "use another transport, or weights.publish=merged",
+        )
+
+
+def _refuse_adapters(settings: RunSettings, engine: str) -> None:
+    """`engine`: which has to serve them."""
+    if settings.weights.publish != "adapter":
+        return
+    if engine == "http":
+        raise UsageError(
+            "weights.publish=adapter is not for engine http, whose weights are whole", "use weights.publish=merged"
+        )
+    rank = settings.trainer.lora.rank
+    if engine != "vllm":
+        return
+    if rank > MOST_RANK:
+        raise UsageError(
+            f"vLLM serves adapters of rank {MOST_RANK} at most, and trainer.lora.rank={rank}",
+            "use a smaller rank, or weights.publish=merged",
+        )
+    if settings.weights.shadow != "device":
+        raise UsageError(
+            f"weights.shadow={settings.weights.shadow} would have no effect with weights.publish=adapter: what is staged "
+            "is small",
+            "leave it out",
+        )
 
 
 def _refuse_idle_broadcasts(settings: RunSettings) -> None:

@@ -247,6 +247,11 @@ class WeightSettings(Section):
         default="auto",
         description="auto: nixl where it is installed, else shm; nccl: broadcast (gloo without a GPU); file: snapshots",
     )
+    publish: Literal["merged", "adapter"] = Field(
+        default="merged",
+        description="With trainer.lora: merged: engines get a model's weights, adapters merged; adapter: A and B alone, "
+        "which they apply to the model folder's weights",
+    )
     broadcast_host: str = Field(
         default="127.0.0.1",
         description="For transport nccl: the trainer's address that broadcasts are offered at; one that is not loopback "

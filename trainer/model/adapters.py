@@ -4,6 +4,7 @@ y = W·x + (alpha / rank)·B·(A·x)       A: random, by the run's seed; B: 0, s
 
 trained, in checkpoints    A and B, in float32
 published, exported        W + (alpha / rank)·B·A under W's own name; `final-adapter` has A and B alone
+published alone            A and (alpha / rank)·B (`weights.publish = "adapter"`, `weight_bus.manifest.adapter`)
 reference                  the same model with its adapters off
 """
 
@@ -25,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from services.config.training.lora import LoraSettings
 from services.wire.errors import UsageError
 from trainer.parallel.sharding import whole
+from weight_bus.manifest.adapter import a_name, b_name
 from weight_bus.manifest.computed import ComputedTensor, PublishedTensor
 from weight_bus.manifest.local_part import part_of
 
@@ -102,6 +104,20 @@ class Adapters:
                 merged[f"{module}.{own}"] = _sum(layer, tensor) if own == "weight" else tensor
         return merged
 
+    def alone(self) -> dict[str, PublishedTensor]:
+        """A and B, as engines apply them to weights of their own: alpha / rank is in B. Raises UsageError, naming it, for a
+        layer whose weight lies the other way round."""
+        found: dict[str, PublishedTensor] = {}
+        for name, layer in self._layers.items():
+            if layer.fan_in_fan_out:
+                raise UsageError(
+                    f"the adapter of {name}, a {type(layer.get_base_layer()).__name__}, cannot be published alone",
+                    "set weights.publish=merged",
+                )
+            found[a_name(name)] = layer.lora_A[_NAME].weight.detach()
+            found[b_name(name)] = _scaled(layer.lora_B[_NAME].weight, layer.scaling[_NAME])
+        return found
+
     def state(self) -> dict[str, Tensor]:
         """A and B, the live ones, by peft's names."""
         from peft import get_peft_model_state_dict
@@ -140,6 +156,14 @@ def _stood_in_for(model: PreTrainedModel) -> Iterator[None]:
         for module, name, weight in empty:
             weight.requires_grad_(module._parameters[name].requires_grad)
             module._parameters[name] = weight
+
+
+def _scaled(weight: Tensor, scale: float) -> ComputedTensor:
+    @torch.no_grad()
+    def compute() -> Tensor:
+        return weight.detach() * scale
+
+    return ComputedTensor(weight.shape, compute, weight if isinstance(weight, DTensor) else None)
 
 
 def _sum(layer: Linear, weight: Tensor) -> ComputedTensor:

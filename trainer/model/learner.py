@@ -83,6 +83,8 @@ class Learner:
             fill(self.model, self._ranks.device)
         self._policy = PackedForward(self.model, settings.dtype, self._ranks.context, replay=self.replay)
         self.adapters = adapters
+        self.publishes_adapters = False
+        """Alone, without the weights that they belong to (`weights.publish`)."""
         self.gauge = Gauge(model, self.stem_width, frozen=adapters is not None)
         self.reference = Reference(self._policy, adapters.off) if adapters is not None else reference
         if self.objective.needs_reference and self.reference is None:
@@ -124,13 +126,16 @@ class Learner:
     def published(self) -> dict[str, PublishedTensor]:
         """Views of the live weights, by the names that a Hugging Face folder of them has; a tied one under its first.
 
-        Those of layers with adapters are computed when they are copied, so that never more than one of them exists.
+        Those of layers with adapters are computed when they are copied, so that never more than one of them exists. Where
+        it `publishes_adapters`: theirs alone.
         """
-        return self._names.views(self._unnamed())
+        if self.publishes_adapters and self.adapters is not None:
+            return self.adapters.alone()
+        return self._merged()
 
     def weights(self) -> dict[str, Tensor]:
-        """As published; those of layers with adapters as copies."""
-        return {name: computed(tensor) for name, tensor in self.published().items()}
+        """As published, all of them; those of layers with adapters as copies."""
+        return {name: computed(tensor) for name, tensor in self._merged().items()}
 
     def step(self, batch: PackedBatch) -> TokenStatistics:
         """The one optimizer step of a batch that is not split."""
@@ -221,6 +226,9 @@ class Learner:
         except ValueError as error:
             raise UsageError(f"trainer.{error}", "give the learner the run's steps") from error
         return 0.0 if steps < before else settings.learning_rate * schedule.factor(steps - before)
+
+    def _merged(self) -> dict[str, PublishedTensor]:
+        return self._names.views(self._unnamed())
 
     def _unnamed(self) -> dict[str, PublishedTensor]:
         """The live weights by the names that the model has for them without adapters."""

@@ -27,7 +27,7 @@ from services.wire.weights_api import LAST_VERSION
 from weight_bus.errors import SignatureError
 from weight_bus.manifest.tiling import Runs, why_not_exact
 
-MANIFEST_SCHEMA = 3
+MANIFEST_SCHEMA = 4
 
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,11 +160,22 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
         return sum(part.total_bytes for part in self.parts)
 
 
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """The layout is that of a low-rank adapter alone (`weight_bus.manifest.adapter`): with the weights of the model folder
+    whose digest is `base_digest`, and with no others, it is the version. `alpha / rank` is in B already.
+    """
+
+    base_digest: str
+    rank: int
+    alpha: int
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """One published policy version.
 
     `root_digest` is the blake3 over the dense bucket hashes in order: it names the version's bytes, also where a delta
-    was taken. `kind` is `delta` where a delta is offered, `base_version` then its base.
+    was taken. `kind` is `delta` where a delta is offered, `base_version` then its base. `adapter`: None where the layout
+    is of a whole model's weights.
     """
 
     schema: int = MANIFEST_SCHEMA
@@ -177,6 +188,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     buckets: list[Bucket]
     root_digest: str
     delta: Delta | None = None
+    adapter: Adapter | None = None
     signature: bytes = b""
 
     @property
@@ -223,6 +235,7 @@ def check_manifest(manifest: Manifest) -> None:
                   tensor exactly once
         buckets   by offset, covering the layout without gap or overlap; hashes of 32 bytes
         delta     one part an owner; its buckets cover its arena; their targets ascend inside the owner's without overlap
+        adapter   a rank of 1 or more, and a hash of the base
 
     The receiver checks that the layout's offsets follow from names and shapes, and the root digest from the hashes.
     """
@@ -241,6 +254,10 @@ def check_manifest(manifest: Manifest) -> None:
         raise WireError(f"{what}: kind {manifest.kind} and base version {base} contradict the delta it offers")
     if delta is not None:
         _check_delta(manifest, delta, what)
+    if manifest.adapter is not None:
+        _check_hash(manifest.adapter.base_digest, f"{what}, base of its adapter")
+        if manifest.adapter.rank < 1:
+            raise WireError(f"{what}: an adapter of rank {manifest.adapter.rank}")
 
 
 def _check_layout(manifest: Manifest, what: str) -> None:

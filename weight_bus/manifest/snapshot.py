@@ -92,6 +92,11 @@ def manifest_of_folder(
     )
 
 
+def shapes_of_folder(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Of the tensors in `folder`'s safetensors, which are not read beyond their headers. Raises as `manifest_of_folder`."""
+    return {tensor.name: tensor.shape for head in _heads(folder) for tensor in head.tensors}
+
+
 def snapshot_name(version: int, digest: str) -> str:
     """The name of a snapshot's folder. Names ascend with versions."""
     return f"v{version:010d}-{digest[:8]}"

@@ -23,6 +23,7 @@ from weight_bus.errors import TransportError
 from weight_bus.manifest.computed import PublishedTensor
 from weight_bus.manifest.layout import ITEM_BYTES, hash_bytes, plan_buckets, root_digest
 from weight_bus.manifest.manifest import (
+    Adapter,
     Bucket,
     Delta,
     DeltaPart,
@@ -74,7 +75,8 @@ class Publisher:
     name only), or how one is computed. Their names, order and shapes are fixed for the publisher's life. `dtype` is the
     serving dtype by name, `key` the run's weight key. A delta is offered where it is no larger than `delta_max_ratio` of
     the dense bytes (0: never), over nixl and shm. With `ranks`, tensors may be DTensors of any placement, or parts of them,
-    and every rank publishes its own part; all make the publisher, and call it, alike. Raises UsageError for what cannot
+    and every rank publishes its own part; all make the publisher, and call it, alike. `adapter`: what `tensors` are where
+    they are no whole model's (`weight_bus.manifest.adapter`). Raises UsageError for what cannot
     be served, TransportError when no arena can be had.
     """
 
@@ -90,8 +92,10 @@ class Publisher:
         wait_s: float = 60.0,
         delta_max_ratio: float = 0.0,
         ranks: Ranks | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         self._run_id, self._exporter, self._key, self._ranks = run_id, exporter, key, ranks
+        self._adapter = adapter
         self.wait_s = wait_s
         """How long `publish` waits for an arena."""
         if ranks is not None and ranks.size > 1 and exporter.name not in _RANGE_TRANSPORTS:
@@ -251,6 +255,7 @@ class Publisher:
             owners=owners,
             buckets=buckets,
             root_digest=root_digest(bucket.hash for bucket in buckets),
+            adapter=self._adapter,
         )
         check_manifest(draft)
         return draft

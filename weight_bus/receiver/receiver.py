@@ -27,6 +27,7 @@ import torch
 from services.wire.errors import RollmeshError
 from services.wire.weights_api import DigestAnswer, StageAnswer
 from weight_bus.errors import StageError
+from weight_bus.manifest.adapter import Base, check_whole
 from weight_bus.manifest.layout import root_digest
 from weight_bus.manifest.manifest import Manifest, check_manifest, check_signature
 from weight_bus.receiver.buckets import (
@@ -81,7 +82,8 @@ class Receiver:
     weight key, with which every manifest must be signed (None: any is taken). `prepare` is called with a version whose
     bytes are in the shadow, before it counts as staged, for what the engine derives from them; what it raises, `stage`
     raises. `slices`: which of the target's tensors are parts of the manifest's, and which part. `sharing`: memory that the
-    engine's ranks share; a rank without it reads all dense bytes by itself.
+    engine's ranks share; a rank without it reads all dense bytes by itself. `base`: what the adapters that the target holds
+    belong to; None: it holds a whole model.
     """
 
     def __init__(
@@ -94,8 +96,10 @@ class Receiver:
         prepare: Callable[[int], None] | None = None,
         slices: Mapping[str, Slice] | None = None,
         sharing: RankSharing | None = None,
+        base: Base | None = None,
     ) -> None:
         self.target = target
+        self._base = base
         self._sharing = sharing
         self._slices = slices or {}
         self._run_id = run_id
@@ -162,7 +166,8 @@ class Receiver:
         takes longer than such a copy, beside threads that decode.
         """
         small = manifest.total_bytes <= AT_ONCE_BYTES and len(manifest.layout.tensors) <= AT_ONCE_TENSORS
-        if not small or manifest.delta is not None or self._prepare is not None or self._slices:
+        apart = self._prepare is not None or self._slices or self._base is not None
+        if not small or manifest.delta is not None or apart:
             return None
         self._admit(manifest)
         if not self._memory.acquire(blocking=False):
@@ -272,6 +277,10 @@ class Receiver:
     def _admit(self, manifest: Manifest) -> None:
         check_manifest(manifest)
         check_signature(manifest, self._key)
+        if self._base is None:
+            check_whole(manifest)
+        else:
+            self._base.check(manifest)
         if manifest.run_id != self._run_id:
             raise StageError(f"a manifest of run {manifest.run_id!r} came to an engine of run {self._run_id!r}")
         if root_digest(bucket.hash for bucket in manifest.buckets) != manifest.root_digest:

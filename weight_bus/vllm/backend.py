@@ -80,7 +80,7 @@ class ManifestTransfer(WeightTransferEngine[ManifestInit, ManifestUpdate]):  # t
         if self._attached is None or self._staged is None:
             raise ConflictError("nothing is staged", "send a manifest through /update_weights first")
         self._attached.receiver.result().commit(self._staged)
-        self._attached.packed.flip(self._staged)
+        self._attached.flipped(self._staged)
         self._staged = None
 
     def shutdown(self) -> None:

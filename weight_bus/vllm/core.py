@@ -56,10 +56,11 @@ def install() -> None:
     EngineCore.rollmesh_digest = digest
     if current_platform.is_cpu():
         # Imported here: it brings torch.
-        from weight_bus.vllm.experts import keep_experts_live
+        from weight_bus.vllm.experts import keep_experts_beside_adapters, keep_experts_live
 
         keep_linears_live()
         keep_experts_live()
+        keep_experts_beside_adapters()
 
 
 def keep_linears_live() -> None:
@@ -88,10 +89,11 @@ def attach(
     kv_policy: KvPolicy,
     key: str | None = None,
     file_root: str | None = None,
+    adapter: tuple[int, str | list[str]] | None = None,
 ) -> bytes:
     """Called once, before the first request. `key`: the run's weight key; None takes manifests unsigned.
 
-    `file_root`: the folder that weight files may be read from.
+    `file_root`: the folder that weight files may be read from. `adapter`: rank and targets, where adapters are served.
     """
     try:
         _check_steps(core)
@@ -99,7 +101,7 @@ def attach(
     except RollmeshError as error:
         return protocol.encode_reply(protocol.failure(error))
     with _shared_by_ranks(core, run_id) as path:
-        arguments = (run_id, transport, key, file_root, path)
+        arguments = (run_id, transport, key, file_root, path, adapter)
         return agree(core.model_executor.collective_rpc("rollmesh_attach", args=arguments))
 
 

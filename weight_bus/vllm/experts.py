@@ -11,6 +11,7 @@ experts, and of the others slices without a row. Read off the layers' attributes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -190,3 +191,21 @@ def keep_experts_live() -> None:
 
     setattr(CPUUnquantizedExperts, _WRAPPED, original)
     CPUUnquantizedExperts.process_weights_after_loading = process
+
+
+def keep_experts_beside_adapters() -> None:
+    """Make vLLM compute experts on a CPU as ever where other layers have adapters. Idempotent.
+
+    It would take Triton's kernel for them, which a CPU has not, because experts might get adapters; ours never do.
+    """
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+
+    original = method.select_unquantized_moe_backend
+    if hasattr(original, _WRAPPED):
+        return
+
+    def select(moe_config: Any) -> Any:
+        return original(replace(moe_config, is_lora_enabled=False))
+
+    setattr(select, _WRAPPED, original)
+    method.select_unquantized_moe_backend = select

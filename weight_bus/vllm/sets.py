@@ -128,7 +128,7 @@ class SwappedSets:
 class CopiedSets:
     """One set more on the device, and in the host's memory the version before."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self.live: Tensors = {name: parameter.data for name, parameter in parameters.items()}
         self.spare: Tensors = _copies(self.live)
         self._before = _host_copies(self.live)

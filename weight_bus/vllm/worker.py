@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ import torch
 
 from services.wire.errors import ConflictError
 from services.wire.weights_api import CommitAnswer
+from weight_bus.manifest.adapter import AdapterPlan, Base
 from weight_bus.manifest.manifest import decode_manifest
 from weight_bus.memory.throttle import background_threads
 from weight_bus.receiver.rank_sharing import RankSharing
 from weight_bus.receiver.receiver import Receiver
 from weight_bus.transports.select import make_readers
+from weight_bus.vllm.adapters import VllmAdapters, open_slot, slot_bytes
 from weight_bus.vllm.packing import PackedLayers
 from weight_bus.vllm.protocol import PACKED, SHADOW, Attached, Committed, Digest, Reply, Staged, encode_reply, failure
 from weight_bus.vllm.sets import shadow_mode, update_bytes
@@ -46,15 +49,24 @@ class Attachment:
         key: str | None = None,
         file_root: str | None = None,
         sharing: RankSharing | None = None,
+        adapter: AdapterPlan | None = None,
     ) -> None:
-        check_linears_are_live(model)
         self.run_id = run_id
         self.fixed = False
         """For the life of the engine; else another run may take its place."""
-        self.weights = VllmWeights(model, shadow_mode(os.environ.get(SHADOW, "device")))
-        self.packed = PackedLayers(model, linears=os.environ.get(PACKED) != "0")
-        self.packed.pack(0, self.weights.storage)
-        self.packed.flip(0)
+        self._packed = PackedLayers(model, linears=os.environ.get(PACKED) != "0")
+        self.weights: VllmAdapters | VllmWeights
+        if adapter is None:
+            check_linears_are_live(model)
+            whole = self.weights = VllmWeights(model, shadow_mode(os.environ.get(SHADOW, "device")))
+            storage, prepare = whole.storage, partial(self._prepare, whole)
+        else:
+            self.weights = VllmAdapters(model, adapter)
+            storage = {name: parameter.data for name, parameter in model.named_parameters()}
+            prepare = self._keep
+        self._repacks = adapter is None
+        self._packed.pack(0, storage)
+        self._packed.flip(0)
         self.threads = background_threads("rollmesh-weights")
         root = None if file_root is None else Path(file_root)
         # A NIXL agent takes one to two seconds to start: meanwhile the engine already decodes.
@@ -64,16 +76,25 @@ class Attachment:
                 run_id,
                 make_readers(transport, file_root=root),
                 key=key,
-                prepare=self._prepare,
+                prepare=prepare,
                 slices=self.weights.slices,
                 sharing=sharing,
+                base=None if adapter is None else Base(adapter),
             )
         )
 
-    def _prepare(self, version: int) -> None:
+    def _prepare(self, whole: VllmWeights, version: int) -> None:
         """A version is whole in the shadow."""
-        self.packed.pack(version, self.weights.spare)
+        self._packed.pack(version, whole.spare)
+        self._keep(version)
+
+    def _keep(self, _: int) -> None:
         self.weights.sets.keep()
+
+    def flipped(self, version: int) -> None:
+        """The receiver serves `version`: use the copies that were packed of it. An adapter's base stays as it is packed."""
+        if self._repacks:
+            self._packed.flip(version)
 
     def served(self) -> Receiver:
         """The receiver. Raises ConflictError until its readers are started: nothing can be staged yet."""
@@ -90,6 +111,7 @@ class Attachment:
         key: str | None = None,
         file_root: str | None = None,
         sharing: RankSharing | None = None,
+        adapter: AdapterPlan | None = None,
         *,
         fixed: bool = False,
     ) -> Attachment:
@@ -104,7 +126,7 @@ class Attachment:
             if found.fixed:
                 raise ConflictError(f"this engine takes manifests of run {found.run_id!r}, not of {run_id!r}")
             found.close()
-        made = cls(model, run_id, transport, key, file_root, sharing)
+        made = cls(model, run_id, transport, key, file_root, sharing, adapter)
         made.fixed = fixed
         model.__dict__[_ATTRIBUTE] = made
         return made
@@ -125,7 +147,10 @@ class RollmeshWorker:
 
     def rollmesh_update_bytes(self) -> int:
         """Bytes that an attachment will hold beside the weights that are served."""
-        parameters = dict(self.model_runner.get_model().named_parameters())
+        model = self.model_runner.get_model()
+        if self.vllm_config.lora_config is not None:
+            return slot_bytes(model)
+        parameters = dict(model.named_parameters())
         return update_bytes(parameters, shadow_mode(os.environ.get(SHADOW, "device")))
 
     def rollmesh_attach(
@@ -135,13 +160,18 @@ class RollmeshWorker:
         key: str | None = None,
         file_root: str | None = None,
         shared: str | None = None,
+        adapter: tuple[int, str | list[str]] | None = None,
     ) -> bytes:
-        """Build the views and start the readers. Called once, before the first request. `shared`: memory of all ranks."""
+        """Build the views and start the readers. Called once, before the first request. `shared`: memory of all ranks;
+        `adapter`: rank and targets of the adapters that are served, None: whole weights are."""
 
         def attach() -> Reply:
             keep_seeds_of_unfinished_prompts(self.model_runner)
-            model, sharing = self.model_runner.get_model(), self._sharing(shared)
-            attached = Attachment.on(model, run_id, transport, key, file_root, sharing, fixed=True)
+            model, sharing, plan = self.model_runner.get_model(), self._sharing(shared), None
+            if adapter is not None:
+                plan = AdapterPlan(*adapter, Path(self.vllm_config.model_config.model))
+                open_slot(self.model_runner, plan.rank)
+            attached = Attachment.on(model, run_id, transport, key, file_root, sharing, plan, fixed=True)
             self.rollmesh_attachment = attached
             live = attached.weights.live().values()
             return Attached(tensors=len(live), total_bytes=sum(tensor.nbytes for tensor in live))
@@ -202,14 +232,14 @@ class RollmeshWorker:
         attached = self._attached()
         receiver = attached.served()
         receiver.undo(version)
-        attached.packed.flip(receiver.version)
+        attached.flipped(receiver.version)
 
     def _serve(self, version: int, running: int, change: Callable[[Receiver], None]) -> bytes:
         def serve() -> Reply:
             attached = self._attached()
             started = time.monotonic()
             change(attached.served())
-            attached.packed.flip(version)
+            attached.flipped(version)
             ended = time.monotonic()
             return Committed(result=CommitAnswer(version, (ended - started) * 1e3, running), at=ended)
 

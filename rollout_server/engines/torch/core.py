@@ -19,6 +19,7 @@ import structlog
 import torch
 
 from rollout_server.engines.base import EngineStatus, GenerationRequest
+from rollout_server.engines.torch.adapters import MergedAdapters
 from rollout_server.engines.torch.decode_loop import DecodeLoop
 from rollout_server.engines.torch.decoder import Decoder
 from rollout_server.engines.torch.engine import FIRST_VERSION, NOT_STARTED, CoreSettings, Loaded, Outcomes
@@ -32,6 +33,7 @@ from services.host.process import heavy_imports
 from services.host.run_folder import is_complete
 from services.wire.errors import NotReadyError, UsageError
 from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
+from weight_bus.manifest.adapter import AdapterPlan, Base
 from weight_bus.manifest.manifest import decode_manifest
 from weight_bus.memory.throttle import background_threads
 from weight_bus.receiver.receiver import Receiver
@@ -209,8 +211,17 @@ class EngineCore:
         )
         readers = self._readers or self._make_readers()
         self._readers = None
-        receiver = Receiver(ModelWeights(decoder), settings.run_id, readers, FIRST_VERSION, settings.weights_key)
+        receiver = self._make_receiver(ModelWeights(decoder), readers)
         return batch, receiver, Loaded(decoder.vocabulary, decoder.outputs, decoder.longest, decoder.ends)
+
+    def _make_receiver(self, weights: ModelWeights, readers: list[Reader]) -> Receiver:
+        settings = self._settings
+        given = (settings.run_id, readers, FIRST_VERSION, settings.weights_key)
+        if settings.adapter is None:
+            return Receiver(weights, *given)
+        plan = AdapterPlan(*settings.adapter, self._folder)
+        merged = MergedAdapters(weights, plan)
+        return Receiver(merged, *given, prepare=merged.merge, base=Base(plan))
 
 
 def load_decoder(

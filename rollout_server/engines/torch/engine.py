@@ -40,7 +40,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     `transport`: `auto`, `nixl` or `shm`; `threads`: torch's, for decoding. `weights_key`: manifests must bear its
     signature (None: any is taken). `file_root`: the folder that weight files may be read from. `keep_experts`: which
-    experts a mixture chooses is told of requests that ask for it.
+    experts a mixture chooses is told of requests that ask for it. `adapter`: rank and targets of the adapters that versions
+    are; None: they are whole weights.
     """
 
     model: str
@@ -55,6 +56,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     file_root: str | None = None
     trust_remote_code: bool = False
     keep_experts: bool = False
+    adapter: tuple[int, str | list[str]] | None = None
 
 
 class Loaded(msgspec.Struct, frozen=True):

@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollout_server.engines.request_check import read_json
+from services.config.engines.vllm import MOST_RANK
 from services.config.settings import ShadowPlace
 from services.wire.sampling import KvPolicy
+from weight_bus.manifest.adapter import AdapterPlan, adapted_layers
 from weight_bus.vllm.protocol import LIVE_WEIGHTS, PACKED, SHADOW, WORKER_EXTENSION
 
 Platform = Literal["cpu", "gpu"]
 _CPU_CACHE_BYTES = 4 << 30
+_SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MOST_RANK)
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Plan:
     tensor_parallel: int = 1
     trust_remote_code: bool = False
     given: Mapping[str, Any] = field(default_factory=dict)
+    adapter: AdapterPlan | None = None
+    """Versions are adapters of `model`; None: whole weights."""
 
 
 def installed_platform() -> Platform:
@@ -123,6 +128,15 @@ def arguments(plan: Plan, platform: Platform) -> dict[str, Any]:
         if plan.kv_policy != "keep":
             # Only whole blocks are shared, and vLLM's own for CPUs are of 128 tokens; 32 is the least that it takes.
             found["block_size"] = 32
+    if plan.adapter is not None:
+        found |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_cpu_loras": 1,
+            # vLLM has kernels of these ranks alone; the rest of a slot stays zero.
+            "max_lora_rank": next(rank for rank in _SLOT_RANKS if rank >= plan.adapter.rank),
+            "lora_target_modules": adapted_layers(plan.adapter),
+        }
     return found | dict(plan.given)
 
 

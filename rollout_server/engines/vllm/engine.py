@@ -36,6 +36,8 @@ from services.policies.training.deadlines import within
 from services.wire.errors import ConflictError, DeadlineError, NotReadyError, RollmeshError, UsageError
 from services.wire.sampling import KvPolicy, SamplingParams
 from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
+from weight_bus.manifest.adapter import AdapterPlan
+from weight_bus.vllm.adapters import the_adapter
 from weight_bus.vllm.protocol import Attached, Committed, Digest, Staged, ask
 
 _log = structlog.get_logger()
@@ -58,7 +60,8 @@ class VllmEngine:
     a name `weight_bus.transports.select` knows. `tensor_parallel`: ranks that the model is split over, each a process
     of its own where there are several. `given`: further engine arguments (`services.config.engines.vllm`).
     `shadow`: where a version is staged (`weight_bus.vllm.sets`); `packed`: whether packed copies are kept on a CPU
-    (`weight_bus.vllm.packing`). `start_within_s`: for the loaded model to be attached and to generate once.
+    (`weight_bus.vllm.packing`). `adapter`: versions are adapters of `model`, served by vLLM's own low-rank layers; None:
+    whole weights. `start_within_s`: for the loaded model to be attached and to generate once.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class VllmEngine:
         start_within_s: float = 600.0,
         shadow: ShadowPlace = "device",
         packed: bool = True,
+        adapter: AdapterPlan | None = None,
     ) -> None:
         self._plan = Plan(
             model=model,
@@ -90,7 +94,10 @@ class VllmEngine:
             tensor_parallel=tensor_parallel,
             trust_remote_code=trust_remote_code,
             given=given or {},
+            adapter=adapter,
         )
+        self._asked_for: Any = None
+        """vLLM's name of the adapter that every request asks for."""
         self._start_within_s, self._shadow, self._packed = start_within_s, shadow, packed
         self._hashed_within = _BYTES_S
         self._run_id = run_id
@@ -151,6 +158,8 @@ class VllmEngine:
         _log.info("engine_ready", engine="vllm", model=str(self._plan.model), weight_bytes=attached.total_bytes)
 
     async def _attach(self) -> Attached:
+        adapter = self._plan.adapter
+        self._asked_for = None if adapter is None else the_adapter()
         return await self._call(
             Attached,
             "rollmesh_attach",
@@ -159,6 +168,7 @@ class VllmEngine:
             self._plan.kv_policy,
             self._weights_key,
             self._file_root,
+            None if adapter is None else (adapter.rank, adapter.targets),
             deadline_s=self._start_within_s,
         )
 
@@ -180,7 +190,13 @@ class VllmEngine:
         buffered: dict[int, GenerationDelta] = {}
         try:
             prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt)
-            collector = await llm.add_request(request.request_id, prompt, parameters, priority=int(request.background))
+            collector = await llm.add_request(
+                request.request_id,
+                prompt,
+                parameters,
+                lora_request=self._asked_for,
+                priority=int(request.background),
+            )
             due, clock = 0.0, asyncio.get_running_loop().time
             while unfinished:
                 # vLLM joins what comes until it is asked for.

@@ -17,6 +17,9 @@ from pydantic import ConfigDict, Field
 from services.config.base import Section
 from services.wire.errors import UsageError
 
+MOST_RANK = 512
+"""Of an adapter that vLLM serves."""
+
 
 class VllmSettings(Section):
     model_config = ConfigDict(extra="allow", validate_default=True, allow_inf_nan=False)
@@ -92,7 +95,8 @@ REFUSED: Mapping[str, str] = {
     ),
     **_each(
         "weight_transfer_config enable_sleep_mode sleep_mode_offload_cudagraph enable_cumem_allocator "
-        "sleep_preserve_parameter_names enable_eplb eplb_config enable_elastic_ep elastic_ep_max_dp_size enable_lora",
+        "sleep_preserve_parameter_names enable_eplb eplb_config enable_elastic_ep elastic_ep_max_dp_size enable_lora "
+        "max_loras max_cpu_loras max_lora_rank lora_target_modules fully_sharded_loras lora_dtype default_mm_loras",
         "the weight bus replaces weights in place, and must be the only one that moves them",
     ),
     **_each(

