@@ -40,6 +40,7 @@ def weights(
     serve: Annotated[bool, typer.Option(help="Check a plain `vllm serve` with the plug-in, too")] = True,
     wire: Annotated[bool, typer.Option(help="Measure the transports alone, beside raw copies")] = True,
     memory: Annotated[bool, typer.Option(help="Measure vLLM's memory with the weight bus and without")] = True,
+    ranks: Annotated[bool, typer.Option(help="Measure what each of two ranks of a vLLM reads of a version")] = True,
     plot: Annotated[Path | None, typer.Option(help="Draw the gaps around the updates into this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of tables")] = False,
 ) -> None:
@@ -68,6 +69,7 @@ def weights(
         wire=wire,
         # A GPU's memory is no process's resident one: tests/gpu look at that.
         memory=memory and "vllm" in _engines(engine) and installed_platform() == "cpu",
+        ranks=ranks and "vllm" in _engines(engine),
     )
     bench, episodes = run_measurement(lambda scratch, say: measure(shape, scratch, say))
     if plot is not None:

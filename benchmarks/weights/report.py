@@ -19,6 +19,7 @@ SHORTER_BAR = 20.0
 PACE_BAR = 0.9
 WIRE_BAR = 0.9
 PUBLISH_BAR = 1.3
+TP_READ_BAR = 0.55
 LOGPROB_BAR = 1e-5
 MEMORY_BARS = {"device": 1.05, "pinned": 0.05}
 """Of the weights, above vLLM alone, by where versions are staged."""
@@ -102,6 +103,10 @@ class WeightsBench(msgspec.Struct, frozen=True, kw_only=True):
     publish_vs_memcpy: float
     publish_apart_vs_memcpy: float
     """The same of weights that lie wherever the allocator put them; our trainer's are contiguous."""
+    tp_read_share: float | None
+    """Of a version's bytes those that the one of two tensor parallel ranks reads which reads more."""
+    tp_delta_read_share: float | None
+    """The same of a delta's."""
     decode_while_staging: float
     exact: bool | None
     times_shorter: float
@@ -190,6 +195,7 @@ def judge(
     checked = [found for found in (*(engine.exact for engine in each), plain_serve) if found is not None]
     exact = all(found.exact for found in checked) if checked else None
     nixl, shm = (_median_of(ratios.get(name, ())) for name in ("nixl_vs_readv", "shm_vs_memcpy"))
+    reads = {name: _median_of(ratios.get(name, ())) for name in ("tp_read_share", "tp_delta_read_share")}
     stall, shorter = max(e.stall_ms for e in each), min(e.times_shorter for e in each)
     published, apart = (round(median(ratios[name]), 3) for name in ("publish_vs_memcpy", "publish_apart_vs_memcpy"))
     pace = min(e.decode_while_staging for e in each)
@@ -208,6 +214,7 @@ def judge(
         for place, bar in MEMORY_BARS.items()
         if place in shadow_peak
     }
+    bars |= {f"{name} ≤ {TP_READ_BAR:g}": v <= TP_READ_BAR for name, v in reads.items() if v is not None}
     bars |= {} if exact is None else {"exact": exact}
     return WeightsBench(
         stall_ms=stall,
@@ -218,6 +225,8 @@ def judge(
         shm_vs_memcpy=shm,
         publish_vs_memcpy=published,
         publish_apart_vs_memcpy=apart,
+        tp_read_share=reads["tp_read_share"],
+        tp_delta_read_share=reads["tp_delta_read_share"],
         decode_while_staging=pace,
         exact=exact,
         times_shorter=shorter,
@@ -313,7 +322,8 @@ def _summary(bench: WeightsBench) -> Table:
     )
     table.add_row("shorter than the shortest paused arm", f"{bench.times_shorter:.1f} times", "")
     table.add_row("decode speed while staging", f"{bench.decode_while_staging:.2f}", "")
-    for name in ("publish_vs_memcpy", "publish_apart_vs_memcpy", "nixl_vs_readv", "shm_vs_memcpy"):
+    of_bytes = ("tp_read_share", "tp_delta_read_share")
+    for name in ("publish_vs_memcpy", "publish_apart_vs_memcpy", "nixl_vs_readv", "shm_vs_memcpy", *of_bytes):
         value = getattr(bench, name)
         rounds = ", ".join(f"{figure:.2f}" for figure in bench.spread.get(name, []))
         table.add_row(name, "not measured" if value is None else f"{value:.2f}", rounds)

@@ -55,7 +55,8 @@ class Shape:
     """What the command line asks for.
 
     `exact_updates`: 0 leaves exactness out; `serve`: check that of a plain `vllm serve`, too; `wire`: measure transports
-    alone; `memory`: measure vLLM's memory with the bus and without.
+    alone; `memory`: measure vLLM's memory with the bus and without; `ranks`: what each of two tensor parallel ranks of a
+    vLLM reads.
     """
 
     engines: tuple[str, ...]
@@ -68,6 +69,7 @@ class Shape:
     exact_updates: int
     serve: bool
     wire: bool
+    ranks: bool = False
     memory: bool = False
 
 
@@ -104,6 +106,11 @@ async def measure(shape: Shape, folder: Path, say: Say) -> tuple[WeightsBench, d
     shadow_peak: dict[str, float] = {}
     if shape.memory and nixl_installed():
         shadow_peak = await measure_peaks(model, weight_bytes, folder, say)
+    if shape.ranks:
+        from benchmarks.weights.ranks import read_shares
+
+        shares = await read_shares(model, folder, shape.rounds, say)
+        ratios |= {"tp_read_share": shares.dense, "tp_delta_read_share": shares.delta}
     setting = Setting(
         weight_bytes=weight_bytes,
         hidden_size=shape.hidden_size,

@@ -133,7 +133,7 @@ class Attachment:
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
-        self.packed.close()
+        self._packed.close()
 
 
 class RollmeshWorker:

@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 
 from rollout_server.engines.base import Engine, GenerationDelta
 from rollout_server.engines.factory import make_engine
+from services.config.checks import check, check_engine
 from services.config.load import load_settings
 from services.config.lora import LoraSettings
 from services.config.settings import RunSettings
-from services.wire.errors import RollmeshError
+from services.wire.errors import RollmeshError, UsageError
 from tests.support.greedy import assert_alike, decode_on, greedy
 from tests.support.model_families import FOR_VLLM, VOCABULARY, make_family
 from trainer.model.adapters import Adapters
@@ -157,6 +158,29 @@ async def _goes_back(engine: Engine, trained: Trained) -> None:
         other = msgspec.structs.replace(manifest, version=UPDATES + 2, adapter=adapter)
         with pytest.raises(RollmeshError, match=why):
             await engine.stage(encode_manifest(other))
+
+
+ADAPTERS = ["trainer.lora.rank=4", "weights.publish=adapter"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "overrides", "complaint"),
+    [
+        ("torch", ["weights.publish=adapter"], "weights.publish=adapter without adapters"),
+        ("torch", [*ADAPTERS, "weights.transport=file"], "cannot be with weights.transport=file"),
+        ("http", ADAPTERS, "not for engine http"),
+        ("vllm", [*ADAPTERS, "trainer.lora.rank=513"], "rank 512 at most"),
+        ("vllm", [*ADAPTERS, "weights.shadow=pinned"], "weights.shadow=pinned would have no effect"),
+        ("vllm", [*ADAPTERS, "rollout.vllm.max_loras=2"], "max_loras=2 cannot be"),
+    ],
+)
+def test_settings_that_an_adapter_alone_cannot_be_under_are_refused(
+    engine: str, overrides: list[str], complaint: str
+) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        settings = load_settings(None, overrides)
+        check(settings)
+        check_engine(settings, engine)
 
 
 @pytest.mark.asyncio

@@ -43,6 +43,7 @@ from trainer.model.logprobs import Reference
 from trainer.model.roles import Roles, make_roles
 from trainer.model.train_batch import train_batch
 from trainer.sft.tiny_model import build_model, save_policy
+from weight_bus.manifest.adapter import a_name, b_name
 from weight_bus.manifest.computed import computed
 from weight_bus.publisher.publisher import Publisher
 from weight_bus.publisher.ranks import Ranks
@@ -183,6 +184,31 @@ def test_layers_that_hold_their_weights_turned_are_merged_so_too(tmp_path: Path)
     assert merged.keys() == by_peft.keys()
     for name, weight in by_peft.items():
         torch.testing.assert_close(merged[name], weight, rtol=0, atol=1e-6)
+
+
+def test_adapters_published_alone_are_what_the_merged_weights_have_more_than_the_base(
+    base: Qwen3ForCausalLM,
+) -> None:
+    run = settings({"targets": ["q_proj", "down_proj"], "alpha": 6})
+    roles = roles_of(base, run)
+    train(roles, run, 1)
+    before, merged = named_weights(base), roles.learner.weights()
+    roles.learner.publishes_adapters = True
+    alone = {name: computed(tensor) for name, tensor in roles.learner.published().items()}
+    modules = [name.removesuffix(".weight") for name in merged if name.endswith(("q_proj.weight", "down_proj.weight"))]
+    assert alone.keys() == {name(module) for module in modules for name in (a_name, b_name)}
+    for module in modules:
+        more = alone[b_name(module)] @ alone[a_name(module)]
+        assert float(more.abs().max()) > 0
+        torch.testing.assert_close(merged[f"{module}.weight"], before[f"{module}.weight"] + more, rtol=0, atol=1e-6)
+    assert same(roles.learner.weights(), merged), "exports are whole, whatever engines get"
+
+
+def test_an_adapter_of_a_weight_that_lies_turned_is_not_published_alone() -> None:
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=1, n_positions=64)
+    adapters = Adapters(GPT2LMHeadModel(config).eval(), LoraSettings(rank=2, targets=["c_attn"]), 1)
+    with pytest.raises(UsageError, match=r"c_attn, a Conv1D, cannot be published alone: set weights\.publish=merged"):
+        adapters.alone()
 
 
 @pytest.mark.parametrize(("targets", "offered"), [(["q_proj"], True), ("all-linear", False)])
@@ -373,8 +399,9 @@ def test_a_family_with_adapters_is_published_and_exported_under_the_names_of_its
     torch.testing.assert_close(again, trained, rtol=1e-4, atol=1e-4 * float(trained.abs().max()))
 
 
-def published_by_ranks(_: int, run_id: str) -> tuple[str, str]:
-    """The digest of merged weights as one process would publish them, and as ranks do that have a part of each."""
+def published_by_ranks(_: int, run_id: str, alone: bool) -> tuple[str, str]:
+    """The digest of merged weights, or of the adapters `alone`, as one process would publish them, and as ranks do that
+    have a part of each."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -387,15 +414,17 @@ def published_by_ranks(_: int, run_id: str) -> tuple[str, str]:
                 torch.nn.init.normal_(parameter)
         return model, adapters
 
+    def published() -> Any:
+        return adapters.alone() if alone else adapters.merged(named_weights(model))
+
     model, adapters = adapted()
-    merged = adapters.merged(named_weights(model))
-    alone = Publisher("alone", merged, "float32", ShmExporter("alone"), 4096)
-    wanted = alone.digest(1, merged)
-    alone.close()
+    single = Publisher("alone", published(), "float32", ShmExporter("alone"), 4096)
+    wanted = single.digest(1, published())
+    single.close()
     model, adapters = adapted()
     fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     ranks = Ranks(wait_s=120)
-    parts = adapters.merged(named_weights(model))
+    parts = published()
     publisher = Publisher(run_id, parts, "float32", ShmExporter(run_id), 4096, ranks=ranks)
     found = publisher.publish(1, parts).manifest()
     owned = [sum(shard.nbytes for shard in owner.shards or ()) for owner in found.owners]
@@ -405,6 +434,7 @@ def published_by_ranks(_: int, run_id: str) -> tuple[str, str]:
     return wanted, found.root_digest
 
 
-def test_ranks_publish_merged_weights_a_part_each(rank_pool: RankPool, run_id: str) -> None:
-    for wanted, found in rank_pool.run(2, published_by_ranks, run_id):
+@pytest.mark.parametrize("alone", [False, True], ids=["merged", "alone"])
+def test_ranks_publish_merged_weights_and_adapters_a_part_each(rank_pool: RankPool, run_id: str, alone: bool) -> None:
+    for wanted, found in rank_pool.run(2, published_by_ranks, run_id, alone):
         assert found == wanted
