@@ -69,8 +69,8 @@ class Shape:
     exact_updates: int
     serve: bool
     wire: bool
-    ranks: bool = False
     memory: bool = False
+    ranks: bool = False
 
 
 async def measure(shape: Shape, folder: Path, say: Say) -> tuple[WeightsBench, dict[str, Episodes]]:

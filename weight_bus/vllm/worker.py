@@ -54,8 +54,8 @@ class Attachment:
         self.run_id = run_id
         self.fixed = False
         """For the life of the engine; else another run may take its place."""
-        self._packed = PackedLayers(model, linears=os.environ.get(PACKED) != "0")
         self.weights: VllmAdapters | VllmWeights
+        prepare: Callable[[int], None]
         if adapter is None:
             check_linears_are_live(model)
             whole = self.weights = VllmWeights(model, shadow_mode(os.environ.get(SHADOW, "device")))
@@ -65,6 +65,8 @@ class Attachment:
             storage = {name: parameter.data for name, parameter in model.named_parameters()}
             prepare = self._keep
         self._repacks = adapter is None
+        # It makes layers follow their weights: after the check whether they do.
+        self._packed = PackedLayers(model, linears=os.environ.get(PACKED) != "0")
         self._packed.pack(0, storage)
         self._packed.flip(0)
         self.threads = background_threads("rollmesh-weights")

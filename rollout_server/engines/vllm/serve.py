@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rollout_server.engines.vllm.arguments import Plan, Platform, arguments, command_line, environment
 from services.config.settings import RunSettings
+from services.wire.errors import UsageError
 from weight_bus.vllm.protocol import BACKEND
 
 
@@ -35,7 +36,13 @@ def vllm_server(
     bus_url: str | None,
     more: Sequence[str] = (),
 ) -> Served:
-    """`more`: flags of vLLM's server. `bus_url`: None where it stands behind a rollout server."""
+    """`more`: flags of vLLM's server. `bus_url`: None where it stands behind a rollout server. Raises UsageError where
+    versions are adapters, which requests of others do not ask for."""
+    if settings.weights.publish == "adapter":
+        raise UsageError(
+            "weights.publish=adapter is not for a plain vllm serve, whose weights are whole",
+            "use weights.publish=merged, or rollmesh rollout-server --engine vllm",
+        )
     rollout = settings.rollout
     given = rollout.vllm.arguments()
     plan = Plan(

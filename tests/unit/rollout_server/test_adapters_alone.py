@@ -71,8 +71,8 @@ CASES = [
     pytest.param(Case("torch"), id="torch"),
     pytest.param(Case("torch", "Qwen3-MoE"), id="torch-experts"),
     pytest.param(Case("vllm"), id="vllm", marks=vllm),
-    pytest.param(Case("vllm", "Qwen3-MoE"), id="vllm-experts", marks=vllm),
-    pytest.param(Case("vllm", targets=["q_proj", "v_proj", "down_proj"], ranks=2), id="vllm-two-ranks", marks=vllm),
+    pytest.param(Case("vllm", "Qwen3-MoE", ["q_proj", "v_proj", "o_proj"]), id="vllm-experts", marks=vllm),
+    pytest.param(Case("vllm", ranks=2), id="vllm-two-ranks", marks=vllm),
 ]
 
 
