@@ -127,6 +127,13 @@ def _refuse_adapters(settings: RunSettings, engine: str) -> None:
             f"vLLM serves adapters of rank {MOST_RANK} at most, and trainer.lora.rank={rank}",
             "use a smaller rank, or weights.publish=merged",
         )
+    quantization = settings.rollout.vllm.quantization
+    if quantization is not None:
+        raise UsageError(
+            f"weights.publish=adapter cannot be with rollout.vllm.quantization={quantization}: adapters are trained beside "
+            "weights that are not rounded so",
+            "leave one of them out",
+        )
     if settings.weights.shadow != "device":
         raise UsageError(
             f"weights.shadow={settings.weights.shadow} would have no effect with weights.publish=adapter: what is staged "

@@ -171,6 +171,7 @@ ADAPTERS = ["trainer.lora.rank=4", "weights.publish=adapter"]
         ("http", ADAPTERS, "not for engine http"),
         ("vllm", [*ADAPTERS, "trainer.lora.rank=513"], "rank 512 at most"),
         ("vllm", [*ADAPTERS, "weights.shadow=pinned"], "weights.shadow=pinned would have no effect"),
+        ("vllm", [*ADAPTERS, "rollout.vllm.quantization=fp8"], "cannot be with rollout.vllm.quantization=fp8"),
         ("vllm", [*ADAPTERS, "rollout.vllm.max_loras=2"], "max_loras=2 cannot be"),
     ],
 )
