@@ -9,6 +9,7 @@ folder refuses it. No torch here.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,26 +77,33 @@ def base_digest(folder: Path) -> str:
 
 
 class Base:
-    """The weights that an engine's adapters belong to. Its digest is computed when the first version comes."""
+    """The weights that an engine's adapters belong to. For any thread."""
 
     def __init__(self, plan: AdapterPlan) -> None:
         self._plan = plan
+        self._lock = threading.Lock()
         self._digest: str | None = None
 
+    def know(self) -> str:
+        """Its digest. The first time that takes as long as reading the base: an engine asks for it when it starts."""
+        with self._lock:
+            if self._digest is None:
+                self._digest = base_digest(self._plan.base)
+            return self._digest
+
     def check(self, manifest: Manifest) -> None:
-        """Raise StageError unless `manifest` is of an adapter of this base. Takes the time of reading the base, once."""
+        """Raise StageError unless `manifest` is of an adapter of this base, UsageError where that cannot be read."""
         adapter = manifest.adapter
         if adapter is None:
             raise StageError(
                 f"version {manifest.version} is a whole model's weights, and this engine serves adapters",
                 "give trainer and engines the same weights.publish",
             )
-        if self._digest is None:
-            self._digest = base_digest(self._plan.base)
-        if adapter.base_digest != self._digest:
+        known = self.know()
+        if adapter.base_digest != known:
             raise StageError(
                 f"version {manifest.version} is an adapter of a base {adapter.base_digest[:16]}…, and {self._plan.base} "
-                f"has {self._digest[:16]}…",
+                f"has {known[:16]}…",
                 "start the engine on the model folder that the trainer began with",
             )
         if adapter.rank != self._plan.rank:

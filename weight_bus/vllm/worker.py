@@ -70,6 +70,7 @@ class Attachment:
         self._packed.pack(0, storage)
         self._packed.flip(0)
         self.threads = background_threads("rollmesh-weights")
+        base = None if adapter is None else Base(adapter)
         root = None if file_root is None else Path(file_root)
         # A NIXL agent takes one to two seconds to start: meanwhile the engine already decodes.
         self.receiver = self.threads.submit(
@@ -81,9 +82,12 @@ class Attachment:
                 prepare=prepare,
                 slices=self.weights.slices,
                 sharing=sharing,
-                base=None if adapter is None else Base(adapter),
+                base=base,
             )
         )
+        if base is not None:
+            # Before the first version asks.
+            self.threads.submit(base.know)
 
     def _prepare(self, whole: VllmWeights, version: int) -> None:
         """A version is whole in the shadow."""

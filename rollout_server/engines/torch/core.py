@@ -59,6 +59,7 @@ class EngineCore:
         self._weight_threads: ThreadPoolExecutor | None = None
         self._readers: list[Reader] | None = None
         self._receiver: Receiver | None = None
+        self._base: Base | None = None
         self._decode: DecodeLoop | None = None
 
     @property
@@ -78,6 +79,9 @@ class EngineCore:
         """Load the model, rehearse its decoding and start the decode thread. Raises UsageError if it cannot be served."""
         batch, self._receiver, loaded = await asyncio.to_thread(self._load)
         self._weight_threads = background_threads("weights")
+        if self._base is not None:
+            # Before the first version asks.
+            self._weight_threads.submit(self._base.know)
         self._decode = DecodeLoop(
             batch,
             version=FIRST_VERSION,
@@ -220,8 +224,8 @@ class EngineCore:
         if settings.adapter is None:
             return Receiver(weights, *given)
         plan = AdapterPlan(*settings.adapter, self._folder)
-        merged = MergedAdapters(weights, plan)
-        return Receiver(merged, *given, prepare=merged.merge, base=Base(plan))
+        merged, self._base = MergedAdapters(weights, plan), Base(plan)
+        return Receiver(merged, *given, prepare=merged.merge, base=self._base)
 
 
 def load_decoder(
