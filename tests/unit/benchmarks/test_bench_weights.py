@@ -173,7 +173,7 @@ def test_bars_are_met_only_by_the_medians_that_meet_them() -> None:
     assert not judged(26.0).bars["no stall over a step + 5 ms"]
     assert not slow.bars["stall ≤ 2 ms"] and not slow.bars["20 times shorter than every paused arm"]
     assert judged(11.0, exact=None).exact is None
-    assert [table.row_count for table in as_tables(good)] == [7, 15]
+    assert [table.row_count for table in as_tables(good)] == [7, 19]
     measured = judged(11.0, shadow_peak={"device": 1.05, "pinned": 0.06, "sparse": 0.5, "packed": 3.0})
     assert {bar: met for bar, met in measured.bars.items() if "peak" in bar} == {
         "shadow_peak, device ≤ 1.05": True,
