@@ -75,6 +75,7 @@ _READ_BY = {
     "weights.nccl": "trainer, rollout server",
     "weights.nixl": "trainer, rollout server",
     "weights.packed": "rollout server",
+    "weights.publish": "trainer, rollout server",
     "weights.shadow": "rollout server",
     "security": "every service",
     "telemetry": "every service",

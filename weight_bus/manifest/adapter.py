@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.config.lora import ALL_LINEAR
+from services.config.training.lora import ALL_LINEAR
 from services.wire.errors import UsageError
 from weight_bus.errors import StageError
 from weight_bus.manifest.manifest import Manifest

@@ -18,8 +18,8 @@ from rollout_server.engines.base import Engine, GenerationDelta
 from rollout_server.engines.factory import make_engine
 from services.config.checks import check, check_engine
 from services.config.load import load_settings
-from services.config.lora import LoraSettings
 from services.config.settings import RunSettings
+from services.config.training.lora import LoraSettings
 from services.wire.errors import RollmeshError, UsageError
 from tests.support.greedy import assert_alike, decode_on, greedy
 from tests.support.model_families import FOR_VLLM, VOCABULARY, make_family
