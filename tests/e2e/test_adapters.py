@@ -123,7 +123,7 @@ def test_a_model_without_a_chat_template_plays_in_plain_text(tiny_policy: Path, 
         ("textarena:GuessTheNumber", "did you mean 'GuessTheNumber-v0'"),
         ("textarena:TicTacToe-v0", "no game for one player"),
         ("textarena:Wordle-v0", "?downloads=true"),
-        ("python:./missing.py:make", "missing.py: paths are taken from"),
+        ("python:./missing.py:make", "missing.py, which the task is in"),
         ("reasoning-gim:chain_sum", "did you mean 'reasoning-gym:…'"),
     ],
 )

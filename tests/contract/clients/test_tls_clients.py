@@ -78,7 +78,7 @@ async def bus(url: str, trust: Trust) -> object:
 async def engines(url: str, trust: Trust) -> object:
     client = EngineClient(20.0, trust=trust)
     try:
-        return await client.digest(url)
+        return await client.digest(url, 10.0)
     finally:
         await client.close()
 

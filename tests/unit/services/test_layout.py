@@ -50,7 +50,7 @@ def test_experts_are_split_by_tensor_ranks_where_there_are_any() -> None:
 
 
 def test_the_settings_are_the_layouts_words() -> None:
-    assert layout_of(4, **ParallelSettings(tensor=2).model_dump()) == Layout(data=2, tensor=2)
+    assert layout_asked(ParallelSettings(tensor=2), 4) == layout_of(4, tensor=2) == Layout(data=2, tensor=2)
 
 
 def test_ranks_that_were_started_must_be_those_that_are_asked_for() -> None:

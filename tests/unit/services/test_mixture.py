@@ -127,7 +127,7 @@ def test_tasks_survive_the_configuration_file_with_their_paths(tmp_path: Path, m
     [
         (TWO, ["task=guess-number"], "task=guess-number would have no effect beside tasks"),
         (TWO.replace("weight = 3", "weight = 0.12345"), [], "fewer digits"),
-        (TWO.replace("weight = 3", "weight = 0"), [], "greater than 0"),
+        (TWO.replace("weight = 3", "weight = 0"), [], "write more than 0"),
         (TWO.replace("weight", "weigth"), [], "weigth"),
         (TWO.replace("running-sums", "runing-sums"), [], "did you mean 'running-sums'"),
         (TWO.replace("weight = 3", 'name = "rows"'), [], "two tasks are named 'rows'"),
