@@ -1,6 +1,6 @@
 """`./dev docs`: writes the pages that are made from the code, then builds the documentation as a site.
 
-    code ──► docs/reference/{settings,commands,metrics,python,errors}.md    kept in git; a test compares them with the code
+    code ──► docs/reference/{settings,commands,metrics,run-files,python,errors}.md    kept in git; a test compares them
     README, CHANGELOG, CONTRIBUTING, docs/, recipes/ ──► a copy ──► zensical ──► .dev/docs/site
 
 Pages keep their places, so that a link works in a checkout and on the site alike. Nothing is loaded from a network, neither

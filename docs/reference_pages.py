@@ -1,14 +1,13 @@
-"""The reference pages that are made from the code: settings, commands, metrics, Python, errors."""
+"""The reference pages that are made from the code: settings, commands, metrics, files of a run, Python, errors."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import types
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 import annotated_types
 import typer
@@ -16,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
+from docs.reference_structs import MADE, as_cell, as_text, python_page, run_files_page
 from services.cli import COMMANDS, ROLLMESH, Dispatcher, in_one_style
 from services.config.settings import RunSettings
 from services.observability import catalog
@@ -27,11 +27,16 @@ FOLDER = Path(__file__).parent / "reference"
 
 def references() -> Mapping[Path, str]:
     """Every such page: path → text, as it should be."""
-    pages = {"settings": _settings, "commands": _commands, "metrics": _metrics, "python": _python, "errors": _errors}
+    pages = {
+        "settings": _settings,
+        "commands": _commands,
+        "metrics": _metrics,
+        "run-files": run_files_page,
+        "python": python_page,
+        "errors": _errors,
+    }
     return {FOLDER / f"{name}.md": page() for name, page in pages.items()}
 
-
-_MADE = "<!-- Made by `./dev docs`. -->\n\n"
 
 # Which processes read a setting; the longest beginning of its name counts.
 _READ_BY = {
@@ -94,7 +99,7 @@ def _settings() -> str:
         [
             "# Settings: values and readers",
             "",
-            _MADE.strip(),
+            MADE,
             "",
             "Every setting of a run, what it takes, and which process reads it. [Configuration](../configuration.md) says",
             "what each means.",
@@ -175,7 +180,7 @@ def _commands() -> str:
     parts = [
         "# Commands",
         "",
-        _MADE.strip(),
+        MADE,
         "",
         "`rollmesh COMMAND`, or `./dev COMMAND` in a checkout. Exit codes: 0 done, 1 failed, 2 misuse, 130 after Ctrl-C.",
         "",
@@ -214,7 +219,7 @@ def _described(command: TyperCommand | TyperGroup, called: str, summary: str) ->
             default = (
                 "" if each.default in (None, False, (), []) or callable(each.default) else f"`{_shown(each.default)}`"
             )
-            rows.append(f"| {spelled}{takes} | {_cell(each.help or '')} | {default} |")
+            rows.append(f"| {spelled}{takes} | {as_cell(each.help or '')} | {default} |")
     if rows:
         lines += ["| option | meaning | default |", "|---|---|---|", *rows, ""]
     if examples.strip():
@@ -227,21 +232,17 @@ def _shown(default: object) -> str:
     return str(value).replace(str(Path.home()), "~")
 
 
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-
-
 def _metrics() -> str:
     metrics = [each for each in vars(catalog).values() if isinstance(each, catalog.Metric)]
     rows = [
-        f"| `{each.name}` | {each.kind} | {', '.join(f'`{label}`' for label in each.labels)} | {_cell(each.help)} |"
+        f"| `{each.name}` | {each.kind} | {', '.join(f'`{label}`' for label in each.labels)} | {as_cell(each.help)} |"
         for each in metrics
     ]
     return "\n".join(
         [
             "# Metrics",
             "",
-            _MADE.strip(),
+            MADE,
             "",
             "Every Prometheus metric. [Observability](../observability.md) says which answers which question.",
             "",
@@ -253,66 +254,16 @@ def _metrics() -> str:
     )
 
 
-_PUBLIC = {
-    "Writing an environment": ("clients.environments.base", []),
-    "Calling a rollout server": ("clients.rollout.client", ["RolloutClient"]),
-    "Calling it from blocking code": ("clients.rollout.sync_client", ["SyncRolloutClient"]),
-    "Asking for rewards": ("clients.environments.rewards", ["RewardsClient"]),
-    "Operating the weight bus": ("clients.weights.client", []),
-}
-"""Heading → module, and the names of it that others use; none: all that it defines and does not begin with `_`."""
-
-
-def _python() -> str:
-    lines = [
-        "# Python",
-        "",
-        _MADE.strip(),
-        "",
-        "What environments and agents import. None of it needs torch or vLLM.",
-        "",
-    ]
-    for heading, (module, names) in _PUBLIC.items():
-        lines += [f"## {heading}", "", f"`{module}`", ""]
-        members = vars(importlib.import_module(module))
-        defined = [name for name, each in members.items() if getattr(each, "__module__", "") == module]
-        for name in names or [name for name in defined if name[0] != "_"]:
-            lines += _documented(name, members[name])
-    return "\n".join(lines)
-
-
-def _documented(name: str, what: Any) -> list[str]:
-    if not isinstance(what, type):
-        return [f"### {name}{_signature(what)}", "", _text(what), ""] if inspect.isfunction(what) else []
-    lines = [f"### {name}", "", _text(what), ""]
-    rows = [
-        f"| `{method}{_signature(each)}` | {_cell(_text(each))} |"
-        for method, each in vars(what).items()
-        if method[0] != "_" and inspect.isfunction(each)
-    ]
-    return [*lines, "| method | |", "|---|---|", *rows, ""] if rows else lines
-
-
-def _signature(what: Any) -> str:
-    parameters = [each for each in inspect.signature(what).parameters if each != "self"]
-    return f"({', '.join(parameters)})"
-
-
-def _text(what: Any) -> str:
-    written: str = what.__doc__ or ""  # a dataclass without a docstring gets its signature as one
-    return "" if written.startswith(f"{what.__name__}(") else inspect.cleandoc(written).replace("<", "&lt;")
-
-
 def _errors() -> str:
     kinds = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, RollmeshError)]
     rows = []
     for each in kinds:
-        when = _text(each).partition("\n\n")[0]
-        rows.append(f"| `{each.__name__}` | {each.status} | `{each.code}` | {each.exit_code} | {_cell(when)} |")
+        when = as_text(each).partition("\n\n")[0]
+        rows.append(f"| `{each.__name__}` | {each.status} | `{each.code}` | {each.exit_code} | {as_cell(when)} |")
     lines = [
         "# Errors",
         "",
-        _MADE.strip(),
+        MADE,
         "",
         "An error says what happened, with which value, and what to do. A service answers it in OpenAI's form, a command",
         "prints one line and ends with its exit code, clients raise the same type.",

@@ -30,6 +30,6 @@ class Asked:
     def respond(self, answer: Answer) -> Ended:
         numbers = re.findall(r"\d+", answer.text)
         right = numbers[-1:] == [self.problem.solution]
-        # Half of the reward for the right number, half for saying nothing else: so answers of one group differ.
-        exact = answer.text.strip() == self.problem.solution
-        return Ended(reward=0.5 * right + 0.5 * exact, success=right)
+        # Half of the reward for the right number, half for coming to an end with it: so answers of one group differ.
+        ended = right and answer.complete
+        return Ended(reward=0.5 * right + 0.5 * ended, success=right, components={"numbers": float(len(numbers))})
