@@ -20,21 +20,18 @@ import hashlib
 import inspect
 import random
 import threading
-import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
+from services.policies.diagnosis.raised import authors_line
 from services.security.tls import Verify
 
 
 def describe(error: BaseException) -> str:
     """`ValueError: no such tool (agent.py:41)`: what was raised, and the line of its author's code that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
+    return f"{type(error).__name__}: {error}{authors_line(error)}"
 
 
 Split = Literal["train", "held_out"]

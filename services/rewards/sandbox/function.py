@@ -10,10 +10,10 @@ import importlib
 import inspect
 import math
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from services.policies.diagnosis.raised import authors_line
 from services.policies.rewards import RewardFailure
 from services.rewards.sandbox.protocol import Failed, Outcome, Sample, Value
 from services.wire.errors import UsageError
@@ -85,10 +85,8 @@ def load_function(name: str, folder: str) -> RewardFunction:
 
 
 def describe(error: BaseException) -> str:
-    """`ValueError: no digits (my_rewards.py:12)`: the innermost line is its author's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
-    told = f"{type(error).__name__}: {error}{where}"[:2000]
+    """`ValueError: no digits (my_rewards.py:12)`: what was raised, and the line of its author's code that raised it."""
+    told = f"{type(error).__name__}: {error}{authors_line(error)}"[:2000]
     # Half a character (a lone surrogate) cannot be told on.
     return told.encode(errors="replace").decode()
 

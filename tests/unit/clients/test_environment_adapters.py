@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import random
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from clients.environments.adapters.game import GameEnvironment, Step
-from clients.environments.base import Answer, Ended, NextTurn, Split, split_of
+from clients.environments.base import Answer, Ended, NextTurn, Split, describe, split_of
 from clients.environments.registry import make_task
 from clients.runner.failures import LEAST_LOST_IN_A_ROW, GroupFailures, TooManyLostError
 from services.wire.errors import UsageError
@@ -178,6 +183,35 @@ def test_losses_give_a_problem_up_after_its_retries_and_stop_when_nothing_works(
     many = GroupFailures(retries=0, in_play=500)
     for _ in range(500):
         many.lost("session", "one accident takes all that are in play", 0)
+
+
+def test_what_was_raised_is_told_with_the_line_of_the_authors_code_and_not_of_a_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "lib" / "site-packages"
+    installed.mkdir(parents=True)
+    (installed / "their_client.py").write_text("def call(then):\n    return then()\n")
+    (tmp_path / "their_agent.py").write_text(
+        "import json\nimport their_client\n\ndef play(then):\n    return their_client.call(then)\n\n"
+        "def read():\n    return json.loads('no')\n"
+    )
+    monkeypatch.syspath_prepend(str(installed))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    agent, client = (importlib.import_module(name) for name in ("their_agent", "their_client"))
+
+    def told(work: Callable[[], object]) -> str:
+        with pytest.raises(ValueError, match="Expecting value") as raised:
+            work()
+        # Without the frame of this test, whose file is no library's either.
+        traceback = raised.value.__traceback__
+        assert traceback is not None
+        return describe(raised.value.with_traceback(traceback.tb_next)).rpartition(" ")[2]
+
+    reads = partial(json.loads, "no")
+    assert told(agent.read) == "(their_agent.py:8)", "Python's json raised"
+    assert told(partial(agent.play, reads)) == "(their_agent.py:5)"
+    assert told(partial(client.call, reads)).startswith("(decoder.py:"), "where all are libraries"
+    assert describe(ValueError("never raised")) == "ValueError: never raised"
 
 
 def test_clients_and_all_their_modules_import_neither_torch_nor_vllm_nor_a_library_of_environments() -> None:
