@@ -36,8 +36,9 @@ class GroupLostError(RollmeshError):
 
 
 class TooManyLostError(RollmeshError):
-    """The environment fails repeatedly, so the run is aborted."""
+    """The environment fails repeatedly, so the run has failed: started again, it would fail as it did (exit code 3)."""
 
+    exit_code = 3
     code = "environment_failed"
 
 
@@ -72,7 +73,8 @@ class GroupFailures:
             self._in_a_row += 1
         if self._in_a_row >= max(LEAST_LOST_IN_A_ROW, 2 * self.in_play):
             what = f"the last {self._in_a_row} groups were lost and none was played"
-            raise TooManyLostError(what, f"fix the environment; the last error was: {why}")
+            # A line, for `rollmesh up` quotes the last one of the log.
+            raise TooManyLostError(what, f"fix the environment; the last error was: {' '.join(why.split())}")
         again = attempt < self.retries
         if again:
             self.retried += 1

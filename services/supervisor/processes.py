@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from services.policies.backoff import MISUSE, RUN_FAILED, GiveUp, RestartPolicy
+from services.policies.diagnosis.logs import last_words
 from services.supervisor import reaper as reaper
 from services.wire.errors import RollmeshError, UsageError
 
@@ -228,11 +229,10 @@ class ManagedProcess:
             await asyncio.sleep(decision.delay_s)
 
     def _failure(self, code: int, ended: str, why: str) -> RollmeshError:
+        said = last_words(log_tail(self.log, _TAIL_LINES))
         if code == MISUSE:
-            said = log_tail(self.log, 1).removeprefix("rollmesh: ")
             return UsageError(f"{self.name} cannot start", said or f"see {self.log}")
         if code == RUN_FAILED:
-            said = log_tail(self.log, 1).removeprefix("rollmesh: ")
             return ServiceFailedError(f"{self.name} gave the run up: {said}", f"see {self.log}")
         tail = log_tail(self.log, _TAIL_LINES)
         return ServiceFailedError(f"{ended}; {why}", f"see {self.log}, which ends in\n{tail}")

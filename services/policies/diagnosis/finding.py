@@ -44,6 +44,7 @@ FindingId = Literal[
     # The run
     "run-blocked",
     "run-failed",
+    "groups-lost",
     "run-not-read",
     "out-of-memory",
     "throughput-drop",

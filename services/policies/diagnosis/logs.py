@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import msgspec
 
 from services.policies.diagnosis.finding import Finding, error, warning
 
@@ -12,7 +15,31 @@ _MEMORY = re.compile(
     re.IGNORECASE,
 )
 _ERROR = re.compile(r"\[(?:error|critical)\s*\]|\"level\": ?\"(?:error|critical)\"|^rollmesh: |Traceback|^\w*Error: ")
+_ALL_LOST = re.compile(r"the last \d+ groups were lost and none was played")
 _LONGEST = 200
+_FAILED = "rollmesh: "
+_LAST_LINES = 3
+"""Of a process that said why it ended: a library may have written something after it."""
+
+
+class _Failed(msgspec.Struct):
+    """The same line where logs are JSON."""
+
+    event: Literal["failed"]
+    why: str
+
+
+def last_words(text: str) -> str:
+    """Why a process ended, as it said at the end of its log (`services.cli.fail`); the last line where it did not."""
+    last = text.splitlines()[-_LAST_LINES:]
+    for line in reversed(last):
+        if line.startswith(_FAILED):
+            return line.removeprefix(_FAILED)
+        try:
+            return msgspec.json.decode(line, type=_Failed).why
+        except msgspec.MsgspecError:
+            continue
+    return last[-1] if last else ""
 
 
 def of_logs(logs: Mapping[str, str]) -> Iterator[Finding]:
@@ -31,6 +58,15 @@ def of_logs(logs: Mapping[str, str]) -> Iterator[Finding]:
 
 def of_interrupted(where: str, step: int, steps: int, logs: Mapping[str, str]) -> Iterator[Finding]:
     """A run that nobody runs any more, without a summary."""
+    ended = last_words(logs.get("environment", ""))
+    if _ALL_LOST.search(ended):
+        yield error(
+            "groups-lost",
+            f"the environment lost group after group and gave the run up, at step {step} of {steps}",
+            ended,
+            f"mend the task (`rollmesh run-environment --trial` tries it), then go on: rollmesh up --resume {where}",
+        )
+        return
     said = [(process, line) for process, text in sorted(logs.items()) if (line := _last(text, _ERROR)) is not None]
     seen = "; ".join(f"{process}: {line}" for process, line in said[:2]) or "no error is in its logs: it was stopped"
     yield warning(

@@ -17,10 +17,12 @@ import psutil
 import pytest
 
 from services.policies.backoff import RestartPolicy
+from services.policies.diagnosis.logs import of_interrupted
 from services.supervisor.launch_plan import PortReservation
 from services.supervisor.processes import Child, ManagedProcess, ProcessSpec, Reaper, Role, ServiceFailedError
 from services.wire.errors import UsageError
 
+ROOT = Path(__file__).parents[3]
 # A parent that starts a child of its own in the same group, says so, and lives on.
 _FAMILY = """
 import subprocess, sys, time
@@ -122,6 +124,37 @@ async def test_a_job_that_gives_the_run_up_ends_it_in_one_line(tmp_path: Path, r
     with pytest.raises(ServiceFailedError, match="child gave the run up: no batch within 120 s"):
         await job.run()
     assert (job.restarts, said) == (0, [])
+
+
+@pytest.mark.parametrize("json_logs", ["0", "1"])
+async def test_an_environment_that_lost_every_group_is_not_started_again_and_its_sentence_is_told(
+    json_logs: str, tmp_path: Path, reaper: Reaper
+) -> None:
+    code = (
+        "import sys\nfrom services.cli import fail\nfrom services.observability.logging import configure_logging\n"
+        "from clients.runner.failures import GroupFailures, TooManyLostError\n"
+        "configure_logging('environment')\nlosses = GroupFailures(retries=0)\n"
+        "try:\n    for _ in range(64): losses.lost('environment', 'mine: ValueError: no\\ntool (agent.py:41)', 0)\n"
+        "except TooManyLostError as error: sys.exit(fail(str(error), error.exit_code))"
+    )
+    said: list[str] = []
+    spec = dataclasses.replace(
+        python(code, "environment"), role="job", environment={"ROLLMESH_LOG_JSON": json_logs, "PYTHONPATH": str(ROOT)}
+    )
+    job = ManagedProcess(spec, tmp_path, reaper, said.append)
+    with pytest.raises(ServiceFailedError) as failed:
+        await job.run()
+    sentence = (
+        "the last 64 groups were lost and none was played: fix the environment; "
+        "the last error was: mine: ValueError: no tool (agent.py:41)"
+    )
+    assert str(failed.value) == f"environment gave the run up: {sentence}: see {job.log}"
+    assert (job.restarts, said, failed.value.exit_code) == (0, [], 1)
+    (found,) = of_interrupted("runs/a", 0, 60, {"environment": job.log.read_text(), "s0": "2026 [error ] other"})
+    assert (found.id, found.evidence) == ("groups-lost", sentence)
+    assert "rollmesh up --resume runs/a" in found.remedy
+    (later,) = of_interrupted("runs/a", 9, 60, {"environment": job.log.read_text() + "2026 [info ] played\n" * 9})
+    assert later.id == "run-failed", "it was resumed since"
 
 
 async def test_even_a_service_that_ends_well_is_started_again(tmp_path: Path, reaper: Reaper) -> None:
