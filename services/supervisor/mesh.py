@@ -40,7 +40,7 @@ from services.supervisor.devices import NOWHERE, environments_here
 from services.supervisor.launch_plan import LaunchPlan, PortReservation, plan_launch, write_users
 from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper, Say, ServiceFailedError
 from services.supervisor.stopping import stop_trainer
-from services.supervisor.summary import Summary, flips_of, read_report, summarise, write_summary
+from services.supervisor.summary import Summary, flips_of, read_report, success_before, summarise, write_summary
 from services.supervisor.view.observer import Observer, read_engine
 from services.supervisor.view.views import View
 from services.wire.errors import UNDECODABLE, RollmeshError
@@ -294,8 +294,11 @@ class Mesh:
             http=http,
             urls=plan.server_urls,
         )
+        before = None
         while True:
             self._view.show(await observer.collect(self._start(plan)))
+            if before is None and (before := success_before(self._folder)) is not None:
+                self._view.say(f"held out before training: {before}")
             await asyncio.sleep(SHOW_EVERY_S)
 
     def _start(self, plan: LaunchPlan) -> list[Part]:

@@ -16,7 +16,14 @@ from services.policies.training.evaluation import interval, ks_of, pass_at, poin
 from services.run_store.ledger import Accounts
 from services.wire.errors import UNDECODABLE, WireError
 from services.wire.rollout_api import EngineReport, Evaluation
-from services.wire.run_metrics import EvaluationPoint, EvaluationReport, TaskReport, TrainerReport, decode_step_metrics
+from services.wire.run_metrics import (
+    EvaluationBefore,
+    EvaluationPoint,
+    EvaluationReport,
+    TaskReport,
+    TrainerReport,
+    decode_step_metrics,
+)
 
 ReportT = TypeVar("ReportT")
 
@@ -204,6 +211,17 @@ def write_summary(folder: RunFolder, summary: Summary) -> None:
 
 def _success(success: float, interval: tuple[float, float]) -> str:
     return f"{success:.0%} ({interval[0]:.0%} to {interval[1]:.0%})"
+
+
+def success_before(folder: RunFolder) -> str | None:
+    """`26% (19% to 34%)`: success on held-out problems before training; None while that is not known."""
+    try:
+        found = read_report(folder.evaluation_before, EvaluationBefore)
+    except WireError:
+        return None
+    if not found.solved:
+        return None
+    return _success(success_of(found.solved, found.samples), _within(found.solved, found.samples))
 
 
 def closing_lines(folder: RunFolder, summary: Summary) -> list[str]:

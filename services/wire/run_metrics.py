@@ -279,6 +279,14 @@ class WorkProgress(msgspec.Struct, frozen=True, kw_only=True):
 WARM_START, BEFORE, AFTER = "warm start", "evaluation before training", "evaluation after training"
 
 
+class EvaluationBefore(msgspec.Struct, frozen=True):
+    """What of `evaluation_before.json`, the environment's, others read. `solved`: right answers to each problem."""
+
+    solved: list[int] = []
+    samples: int = 1
+    """Answers to each problem."""
+
+
 class TaskReport(msgspec.Struct, frozen=True):
     """Of `EvaluationReport`, one task's."""
 

@@ -31,6 +31,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.code == 0, f"{done.out}\n{done.err}"
     assert str(run_dir / "curves.png") in done.out
     summary = summary_of(run_dir)
+    low, high = summary["success_interval_before"]
+    before_training = f"{summary['success_before']:.0%} ({low:.0%} to {high:.0%})"
+    assert f"held out before training: {before_training}" in done.out
     assert 0 < summary["first_step_s"] < summary["wall_s"] <= took_s, "counted from the command on, and nothing before"
     assert processes_of_runs_in(run_dir) == []
     return run_dir

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clients.runner.evaluation import EvaluationRecord, Measured
 from services.config.load import load_settings
 from services.config.options import overrides_of
 from services.config.settings import RunSettings
@@ -24,7 +25,7 @@ from services.supervisor.launch_plan import LaunchPlan, MeshPorts, plan_launch
 from services.supervisor.mesh import Clock, wait_for_http
 from services.supervisor.preflight import new_run_id
 from services.supervisor.processes import ServiceFailedError
-from services.supervisor.summary import closing_lines, read_report, summarise, write_summary
+from services.supervisor.summary import closing_lines, read_report, success_before, summarise, write_summary
 from services.wire.errors import NoBatchError, UsageError, WireError
 from services.wire.rollout_api import EngineReport
 from services.wire.run_metrics import EvaluationReport, LengthReport, TaskReport, TrainerReport
@@ -417,3 +418,12 @@ async def test_a_start_beyond_its_time_ends_the_run_and_names_what_is_missing_an
         ServiceFailedError, match=r"not ready after 60 s \(starting its engine\).*rollout.start_timeout_s"
     ):
         await wait_for_engine(61.0, 60.0)
+
+
+def test_success_before_training_is_told_with_its_interval_once_it_is_known(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert success_before(folder) is None
+    EvaluationRecord(tmp_path).write_before(
+        Measured(success=0.25, mean_length=3.0, solved=[1] * 10 + [0] * 10, samples=2)
+    )
+    assert success_before(folder) == "25% (14% to 40%)"
