@@ -46,8 +46,8 @@ class Bound:
     remedy: str
 
     def __str__(self) -> str:
-        head = "balanced" if self.kind == "nothing" else f"{self.kind}-bound"
-        return f"{head}: {self.remedy} ({self.why})" if self.remedy else f"{head} ({self.why})"
+        """What stands behind "bound by"."""
+        return f"{self.kind}: {self.remedy} ({self.why})" if self.remedy else f"{self.kind} ({self.why})"
 
 
 def find_bound(load: Load) -> Bound | None:

@@ -43,6 +43,11 @@ class Phase:
     share: float
     parts: tuple[Part, ...] = ()
 
+    @property
+    def of_start(self) -> bool:
+        """Whether `share` is of the way to the first step, with parts that say what is on it."""
+        return self.name in ("starting", "evaluation before training")
+
 
 def phase_of(
     starting: Sequence[Part],

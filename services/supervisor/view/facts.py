@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from services.policies.progress.phase import Part, Phase
 from services.supervisor.view.snapshot import Snapshot
+from services.wire.run_metrics import BEFORE
 
 
 def plain_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
     """All of a plain line but waits and warnings."""
     metrics, phase = snapshot.metrics, snapshot.phase
     step = [("step", f"{snapshot.step}/{snapshot.steps}")]
+    if phase.name == BEFORE:
+        # The share is the start's, and not the evaluation's.
+        return [*step, ("start", f"{phase.share:.0%} · {', '.join([phase.name, *_parts(phase)])}")]
     if metrics is None:
         return [*step, (phase.name, f"{phase.share:.0%}{_of_parts(phase)}")]
     left = snapshot.left_s
@@ -24,14 +28,18 @@ def plain_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
         ("staleness", staleness(snapshot)),
         ("commit", commit(snapshot)),
         ("served", served(snapshot)),
-        *([] if snapshot.bound is None else [("bound", str(snapshot.bound))]),
+        *([] if snapshot.bound is None else [("bound by", str(snapshot.bound))]),
         *([(phase.name, f"{phase.share:.0%}{_of_parts(phase)}")] if phase.name == "evaluation after training" else []),
     ]
 
 
 def _of_parts(phase: Phase) -> str:
-    shown = ", ".join(part_in_words(part) for part in phase.parts if part.total)
+    shown = ", ".join(_parts(phase))
     return f": {shown}" if shown else ""
+
+
+def _parts(phase: Phase) -> list[str]:
+    return [part_in_words(part) for part in phase.parts if part.total]
 
 
 def part_in_words(part: Part) -> str:
@@ -81,7 +89,7 @@ def served(snapshot: Snapshot) -> str:
 
 def waits_of(snapshot: Snapshot) -> list[tuple[str, str]]:
     """Component → what it waits for, since when."""
-    evaluates = snapshot.phase.name == "evaluation before training"
+    evaluates = snapshot.phase.name == BEFORE
     return [
         (component, f"{wait.waiting_for} ({max(0.0, snapshot.at - wait.since):.1f} s)")
         for component, wait in sorted(snapshot.waits.items())

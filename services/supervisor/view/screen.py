@@ -80,7 +80,7 @@ def _main(snapshot: Snapshot, width: int) -> list[_Row]:
         facts += [("staleness", staleness(snapshot)), ("commit", commit(snapshot)), ("served", served(snapshot))]
         rows += [(label, _clipped(value, width, 1)) for label, value in facts]
     if snapshot.bound is not None:
-        rows.append(("bound", _clipped(str(snapshot.bound), width, 2, HEAD)))
+        rows.append(("bound by", _clipped(str(snapshot.bound), width, 2, HEAD)))
     return rows
 
 
@@ -96,7 +96,7 @@ def _progress(snapshot: Snapshot, width: int) -> _Row:
     text = Text("█" * full + "░" * (max(0, bar) - full), style=GOOD)
     text.append(words, style="default")
     text.truncate(_room(width), overflow="ellipsis")
-    return "step" if in_steps else "phase", text
+    return "step" if in_steps else "start" if phase.of_start else "phase", text
 
 
 def _curves(snapshot: Snapshot, width: int) -> list[_Row]:

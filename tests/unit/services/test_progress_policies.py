@@ -63,7 +63,7 @@ def test_what_bounds_a_run_and_the_remedy(changes: dict[str, float], kind: str, 
     bound = find_bound(replace(LOAD, **changes))  # type: ignore[arg-type]
     assert bound is not None
     assert (bound.kind, bound.remedy) == (kind, remedy)
-    assert str(bound).startswith("balanced" if kind == "nothing" else f"{kind}-bound: {remedy}")
+    assert str(bound).startswith("nothing (" if kind == "nothing" else f"{kind}: {remedy} (")
 
 
 @pytest.mark.parametrize("changes", [{"steps": 2}, {"looks": 3}])

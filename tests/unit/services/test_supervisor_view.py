@@ -225,7 +225,7 @@ def test_the_screen_has_the_facts_of_training(width: int) -> None:
         "9,000 tokens/s",
         "max 2 of 2",
         "trainer: 16 complete groups (3.0 s)",
-        "generation-bound: add servers, or K 4",
+        "bound by generation: add servers, or K 4",
         "of step 3, reward 1, 1 tokens",
         "12+34=46",
     ):
@@ -279,7 +279,7 @@ def test_plain_lines_say_what_happened_and_who_waits() -> None:
         "length 11.5",
         "tokens/s 9,000",
         "max 2 of 2",
-        "bound generation-bound: add servers, or K 4",
+        "bound by generation: add servers, or K 4",
         "trainer waits for 16 com",
     ):
         assert fact in said[1]
@@ -296,14 +296,14 @@ def test_plain_lines_say_how_far_the_start_is(monkeypatch: pytest.MonkeyPatch) -
     assert first == (
         "step 0/60 · starting 40%: warm start 62% (sft), servers 1/2 (rollout-server-1: starting its engine)"
     )
-    assert second == "step 0/60 · evaluation before training 80%: answers 64/256"
+    assert second == "step 0/60 · start 80% · evaluation before training, answers 64/256"
 
 
 def test_the_evaluation_before_training_is_no_wait_of_the_trainer() -> None:
     wait = Wait(waiting_for="the batch of step 1: groups 0/16 ready", since=997.0)
     evaluates = replace(starting(), waits={"trainer": wait}, phase=Phase(BEFORE, 0.8, (Part(BEFORE, 0, 256),)))
     text = "\n".join(drawn(evaluates, 100))
-    assert "evaluation before training" in text
+    assert re.search(r"^start .* 80%  evaluation before training", text)
     assert "answers 0/256" in text
     assert "groups 0/16" not in text
 
