@@ -31,6 +31,7 @@ POLL_S = 0.25
 POST_AFTER_S = 1.0
 """A wait longer than this is posted on the wait board."""
 _AT_ONCE = 256
+_NO_TRAINER = "a trainer must take groups, or open with purpose=evaluate"
 
 _log = structlog.get_logger()
 
@@ -246,9 +247,13 @@ class AdmissionGate:
         self._forget_cancelled()
 
     def _why_closed(self) -> str:
-        why = f"admission is closed while this server serves version {self._engine_version()}"
-        if self._refusal is None or self._refusal.left.closed_by is Closed.STALENESS:
+        version = self._engine_version()
+        why = f"admission is closed while this server serves version {version}"
+        if self._refusal is None:
             return why
+        if self._refusal.left.closed_by is Closed.STALENESS:
+            # Nothing was ever trained: there may be no trainer, and then it stays closed.
+            return f"{why}; {_NO_TRAINER}" if version <= self._rules.base_version else why
         return f"admission is closed until {self._awaited(self._refusal)}"
 
     def _awaited(self, refusal: _Refusal) -> str:

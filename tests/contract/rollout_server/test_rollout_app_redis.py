@@ -132,6 +132,8 @@ async def test_who_is_refused_is_told_by_the_pace_of_commits(redis: Redis, run_i
     serving = Serving()
     async with gate_of(redis, run_id, serving) as gate, asyncio.timeout(10):
         assert [await gate.open(name, 0.0) for name in "ab"] == [0, 1]
+        with pytest.raises(CapacityError, match="serves version 0; a trainer must take groups, or open with purpose="):
+            await gate.open("early", 0.0)
         commits = []
         for version in range(1, 4):
             serving.version = version
@@ -139,7 +141,7 @@ async def test_who_is_refused_is_told_by_the_pace_of_commits(redis: Redis, run_i
             commits.append(time.monotonic())
             await asyncio.sleep(0.4)
         await gate_is_used_up(redis, run_id, version=3)
-        with pytest.raises(CapacityError) as refused:
+        with pytest.raises(CapacityError, match="serves version 3: try again") as refused:
             await gate.open("late", 0.0)
         longest = max(later - earlier for earlier, later in pairwise(commits))
         assert 0.0 < refused.value.retry_after_s <= longest
