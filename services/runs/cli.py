@@ -193,7 +193,8 @@ def samples(
 
     folder = found_run(name, root)
     wanted = _Wanted(_between("--step", step), _between("--reward", reward), _between("--length", length), text, task)
-    chosen = sorted(filter(wanted.takes, _read_samples(folder)), key=_KEYS[sort])
+    kept = list(_read_samples(folder))
+    chosen = sorted(filter(wanted.takes, kept), key=_KEYS[sort])
     shown = chosen[-last:]
     if as_json:
         sys.stdout.writelines(msgspec.json.encode(sample).decode() + "\n" for sample in shown)
@@ -201,7 +202,16 @@ def samples(
     console = Console(highlight=False, markup=False)
     for sample in shown:
         _show_sample(console, sample)
-    console.print(f"{len(shown)} of {len(chosen)} samples, of {folder.root}")
+    others = "" if chosen else _steps_of(kept)
+    console.print(f"{len(shown)} of {len(chosen)} samples, of {folder.root}{others}", soft_wrap=True)
+
+
+def _steps_of(kept: Sequence[Sample]) -> str:
+    """Which there are, for one who asked for others."""
+    if not kept:
+        return ": none are kept"
+    steps = [sample.step for sample in kept]
+    return f": samples of steps {min(steps)} to {max(steps)} are kept"
 
 
 _KEYS = {

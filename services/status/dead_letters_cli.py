@@ -13,6 +13,10 @@ from services.config import options
 if TYPE_CHECKING:
     from services.run_store.ledger import Accounts
     from services.run_store.stream import DeadLetter
+    from services.wire.errors import UsageError
+
+_RUNS = Path("runs")
+"""Where `options.FoundRedisUrl` looks."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -33,12 +37,21 @@ def dead_letters(
     import msgspec
 
     from services.host.run_folder import running_redis
-    from services.run_store.client import reached_by
+    from services.run_store.client import check_reachable, reached_by
     from services.security.keys import read_keys
     from services.security.tls import read_trust
+    from services.wire.errors import UsageError
 
+    given, redis_url = redis_url, redis_url or running_redis(_RUNS)
     password = read_keys("reader", keys_dir, {"redis": redis_password_file}).redis
-    redis_url = reached_by(redis_url or running_redis(Path("runs")), password, read_trust(tls_dir))
+    redis_url = reached_by(redis_url, password, read_trust(tls_dir))
+    try:
+        asyncio.run(check_reachable(redis_url))
+    except UsageError as error:
+        ended = _ended() if given is None else None
+        if ended is None:
+            raise
+        raise ended from error
     letters, accounts = asyncio.run(_read(run_id, redis_url, newest))
     if as_json:
         sys.stdout.writelines(msgspec.json.encode(letter).decode() + "\n" for letter in letters)
@@ -46,13 +59,30 @@ def dead_letters(
         _show(letters, accounts)
 
 
+def _ended() -> UsageError | None:
+    """What is to be said where the newest run has ended, with the Redis that `rollmesh up` had started for it."""
+    from services.config.load import load_settings
+    from services.host.run_folder import run_folders
+    from services.wire.errors import UsageError
+
+    newest = next(iter(run_folders(_RUNS)), None)
+    if newest is None or not newest.summary.exists():
+        return None
+    try:
+        if load_settings(newest.config, []).redis_url is not None:
+            return None
+    except UsageError:  # of another version: what its Redis was is not known
+        return None
+    kept = f"dead letters are kept while it runs; {newest.summary} has what was dropped, by cause"
+    return UsageError("the run's Redis has ended", kept)
+
+
 async def _read(run_id: str | None, redis_url: str, newest: int) -> tuple[list[DeadLetter], Accounts]:
     from services.observability.mesh_status.collector import find_run
-    from services.run_store.client import check_reachable, connect
+    from services.run_store.client import connect
     from services.run_store.ledger import Ledger
     from services.run_store.stream import DeadLetters
 
-    await check_reachable(redis_url)
     redis = connect(redis_url)
     try:
         run_id = await find_run(redis, run_id)

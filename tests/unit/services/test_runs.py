@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from services.host.run_folder import RunFolder, held
 from services.observability.terminal import sparkline
 from services.runs.curves import Curve, arms, banded, curve_of, differences
+from services.status.dead_letters_cli import dead_letters
+from services.wire.errors import UsageError
 from services.wire.run_metrics import EvaluationReport, Sample, SampledSegment, SampledSpan
 from tests.support.step_lines import step_metrics
 
@@ -118,9 +120,25 @@ def test_samples_are_chosen_by_step_reward_length_and_text(place: Path) -> None:
     assert "4+1=yes" in read.stdout and "reward 0 · 4 tokens · version 4" in read.stdout
     steered = rollmesh("samples", "a", "--step", "8", cwd=place).stdout
     assert "8+1=\\x1b[2Jyes" in steered and "\x1b[2J" not in steered, "what a model writes does not steer the terminal"
+    missing = rollmesh("samples", "a", "--step", "99", cwd=place).stdout
+    assert missing.startswith("0 of 0 samples") and missing.endswith("samples of steps 1 to 8 are kept\n")
     wrong = rollmesh("samples", "a", "--step", "x", cwd=place)
     assert wrong.returncode == 2 and "'x' is no number" in wrong.stderr
     assert rollmesh("samples", "nosuch", cwd=place).returncode == 2
+
+
+def test_dead_letters_of_a_run_that_has_ended_are_looked_for_in_its_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.host.run_folder.USUAL_REDIS", "redis://127.0.0.1:1/0")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="no Redis answers"):
+        dead_letters()
+    make_run(tmp_path / "runs", "a", "seed = 1\n", [0.5])
+    with pytest.raises(UsageError, match=r"the run's Redis has ended: .*runs/a/summary\.json has what was dropped"):
+        dead_letters()
+    with pytest.raises(UsageError, match="no Redis answers"):
+        dead_letters(redis_url="redis://127.0.0.1:1/0")
 
 
 def test_prune_keeps_the_newest_and_whatever_runs_and_asks_first(tmp_path: Path) -> None:
