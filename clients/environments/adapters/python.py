@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 
-from clients.environments.adapters.options import values
+from clients.environments.adapters.options import refuse_unknown, values
 from clients.environments.base import AgentEnvironment, AnyEnvironment, Environment, describe
 from services.wire.errors import UsageError
 from services.wire.tasks.name import TaskName
@@ -34,9 +35,14 @@ def load_environment(name: TaskName, options: Mapping[str, str]) -> AnyEnvironme
             near = get_close_matches(part, dir(found), n=1, cutoff=0.5)
             raise UsageError(f"{where} has no {part!r}", f"did you mean {near[0]!r}?" if near else "check the name")
         found = getattr(found, part)
-    made = _called(found, str(name), options) if _is_factory(found) else found
-    if found is made and options:
-        raise UsageError(f"{name} takes no options", "only what makes an environment does")
+    if _is_factory(found):
+        _check_options(found, f"{name.kind}:{name.rest}", options)
+        made = _called(found, str(name), options)
+    elif options:
+        hint = "did you mean dialect? " if get_close_matches("dialect", options, n=1) else ""
+        raise UsageError(f"{name} takes no options", f"{hint}only what makes an environment does")
+    else:
+        made = found
     if isinstance(made, AgentEnvironment | Environment):
         return made
     raise UsageError(f"{name} is {type(made).__name__}, no environment", "see docs/environments.md for its methods")
@@ -45,6 +51,20 @@ def load_environment(name: TaskName, options: Mapping[str, str]) -> AnyEnvironme
 def _is_factory(found: object) -> bool:
     """A class has the methods of its instances, so it looks like an environment; it is what makes one."""
     return isinstance(found, type) or (callable(found) and not isinstance(found, AgentEnvironment | Environment))
+
+
+def _check_options(factory: object, what: str, options: Mapping[str, str]) -> None:
+    """Raise UsageError, with the nearest one, for an option that is no argument of the factory, nor rollmesh's own."""
+    if not callable(factory):
+        return
+    try:
+        arguments = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # it does not say what it takes
+        return
+    if any(each.kind is each.VAR_KEYWORD for each in arguments):
+        return
+    named = [each.name for each in arguments if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    refuse_unknown(what, options, {*named, "dialect"})
 
 
 def _called(factory: object, name: str, options: Mapping[str, str]) -> object:

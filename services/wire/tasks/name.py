@@ -130,7 +130,7 @@ def parse_task(text: str) -> TaskName:
             raise UsageError(f"task {text!r} takes neither a part after {kind!r} nor options", f"write {kind}")
         return TaskName(kind)
     if kind not in LIBRARIES:
-        raise UsageError(f"no task {text!r}", _nearest(kind))
+        raise UsageError(f"no task {text!r}", _object(text, head) or _nearest(kind))
     if not _REST.fullmatch(rest):
         raise UsageError(f"task {text!r} names nothing of {kind}", f"write it as {LIBRARIES[kind].example}")
     pairs = [part.partition("=") for part in query.split("&")] if query else []
@@ -143,6 +143,13 @@ def parse_task(text: str) -> TaskName:
     if kind == "python":
         _ = name.python
     return name
+
+
+def _object(text: str, head: str) -> str | None:
+    """What to write for an object of a file or a module that was named without its kind."""
+    found = _PYTHON.fullmatch(head)
+    named = found is not None and (found["where"].endswith(".py") or "." in found["where"].strip("./"))
+    return f"did you mean python:{text}?" if named else None
 
 
 def _nearest(kind: str) -> str:
