@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from clients.environments.base import AnyEnvironment, Dialect, Environment, needs_chat
+from clients.environments.base import AgentEnvironment, AnyEnvironment, Dialect, Environment, needs_chat
 from clients.environments.tasks.guess_number import GuessNumber
 from clients.environments.tasks.running_sums import RunningSums
 from clients.environments.tasks.sums import Sums
@@ -22,10 +22,11 @@ __all__ = ["TASKS", "Task", "make_environment", "make_task"]
 
 @dataclass(frozen=True)
 class Task:
-    """An environment, and its `dialect` where the environment does not fix it."""
+    """An environment, and its `dialect` where the environment does not fix it. `assumed`: nobody has chosen that one."""
 
     environment: AnyEnvironment
     dialect: Dialect
+    assumed: bool = False
 
 
 def make_task(text: str, rewards: RewardsAddress | None = None, called: str | None = None) -> Task:
@@ -39,12 +40,14 @@ def make_task(text: str, rewards: RewardsAddress | None = None, called: str | No
     if name.built_in:
         return Task(make_environment(name.kind), "text" if name.demonstrated else "chat")
     options = dict(name.options)
-    dialect = _dialect(name, options.pop("dialect", None))
+    chosen = options.pop("dialect", None)
+    dialect = _dialect(name, chosen)
     try:
         environment = _make(name, options, rewards, called)
         if dialect == "text" and needs_chat(environment):
             raise UsageError(f"prompts of task {text!r} are chat messages", "leave dialect=text out")
-        return Task(environment, dialect)
+        speaks = dialect == "text" and not isinstance(environment, AgentEnvironment)
+        return Task(environment, dialect, assumed=speaks and chosen is None)
     except ModuleNotFoundError as error:
         library = LIBRARIES[name.kind]
         if library.module is None or error.name is None or error.name.partition(".")[0] != library.module:

@@ -31,9 +31,16 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
     "--run-dir runs/demo"
 )
 def run_environment(
-    run_id: options.RunId,
-    rollout_url: Annotated[list[str], typer.Option(help="A rollout server; repeat it for each")],
-    run_dir: Annotated[Path, typer.Option(help="evaluation.json is written here")],
+    run_id: Annotated[
+        str | None, typer.Option(help="The run's id, as the servers have it; not read by --check and --trial")
+    ] = None,
+    rollout_url: Annotated[
+        list[str] | None,
+        typer.Option(help="A rollout server; repeat it for each; not read by --check and --trial"),
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="evaluation.json is written here; not read by --check and --trial")
+    ] = None,
     task: Annotated[
         str | None, typer.Option(help="A task's name, such as running-sums or python:./agent.py:make")
     ] = None,
@@ -86,6 +93,9 @@ def run_environment(
             help="Only pose its problems and play a few episodes, without a server; print what was found (JSON)",
         ),
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --check: a JSON line for each task, as --trial prints it")
+    ] = False,
 ) -> None:
     """Evaluate, play training groups until the run has concluded, evaluate again.
 
@@ -103,6 +113,13 @@ def run_environment(
     from services.security.keys import read_keys
     from services.security.tls import read_trust
 
+    if as_json and not check:
+        raise UsageError("--json is of --check", "leave it out: --trial prints JSON in any case")
+    if not (check or trial):
+        given = {"--run-id": run_id, "--rollout-url": rollout_url, "--run-dir": run_dir}
+        if missing := [option for option, value in given.items() if not value]:
+            raise UsageError(f"{', '.join(missing)} must be given", "only --check and --trial do without")
+    run_id, run_dir = run_id or "check", run_dir or Path()
     # Its environment variables alone say whether it is traced: it may be given no configuration.
     tracing = open_tracing(with_environ(TraceSettings(), os.environ), "environment", run_id, "environment")
     trust = read_trust(tls_dir)
@@ -119,6 +136,7 @@ def run_environment(
             PlayedTask(
                 environment=made.environment,
                 dialect=made.dialect,
+                assumed=made.assumed,
                 name=each.name or "",
                 parts=share,
                 max_tokens=each.max_tokens or max_tokens,
@@ -131,6 +149,7 @@ def run_environment(
         for playable in tasks:
             _see_a_problem(playable.environment, seed)
         Curricula.opened([(each.label, each.environment) for each in tasks], seed, curriculum, run_dir, None)
+        _say_made(tasks, as_json=as_json)
         return
     if trial:
         asyncio.run(_try_all(tasks, seed))
@@ -153,7 +172,7 @@ def run_environment(
     )
 
     async def until_terminated() -> None:
-        playing = asyncio.create_task((evaluate_once if evaluate_only else run_environment)(rollout_url, plan))
+        playing = asyncio.create_task((evaluate_once if evaluate_only else run_environment)(rollout_url or [], plan))
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, playing.cancel)
         await playing
 
@@ -178,13 +197,27 @@ def _asked(task: str | None, config: Path | None) -> tuple[list[TaskSettings], C
     return settings.played, settings.curriculum.rules
 
 
+def _say_made(tasks: Sequence[PlayedTask], *, as_json: bool) -> None:
+    import msgspec
+
+    from clients.runner.trial import made_task
+
+    words = {"text": "speaks plain text", "chat": "speaks in chat messages", "agent": "an agent plays it"}
+    for each in tasks:
+        made = made_task(each.label, each.environment, each.dialect, assumed=each.assumed)
+        speaks = "takes chat where the model has a template" if each.dialect == "auto" else words[made.speaks]
+        said = msgspec.json.encode(made).decode() if as_json else f"the task can be made: {made.task}, {speaks}"
+        sys.stdout.write(said + "\n")
+
+
 async def _try_all(tasks: Sequence[PlayedTask], seed: int) -> None:
     import msgspec
 
-    from clients.runner.trial import try_task
+    from clients.runner.trial import made_task, try_task
 
     for each in tasks:
-        found = await try_task(each.label, each.environment, each.dialect, seed)
+        made = made_task(each.label, each.environment, each.dialect, assumed=each.assumed)
+        found = await try_task(made, each.environment, seed)
         sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
 
 

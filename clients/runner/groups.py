@@ -24,6 +24,7 @@ from clients.rollout.transport import open_session
 from clients.runner.agent_episodes import EpisodeLimits, Lost, abort, open_group, play_apart, play_together
 from clients.runner.failures import GroupLostError, cause_of
 from clients.runner.text_episodes import NOTHING, Played, play_group
+from services.policies.diagnosis.environment import of_dialect
 from services.wire.errors import ConcludedError, RollmeshError, UsageError
 from services.wire.rollout_api import FinishGroup, GroupOpened, OpenGroup, SamplingBody
 
@@ -107,8 +108,12 @@ async def _lost(client: RolloutClient, group: GroupOpened, error: Exception, lim
 _log = structlog.get_logger()
 
 
-async def in_dialect(client: RolloutClient, environment: AnyEnvironment, dialect: Dialect) -> AnyEnvironment:
-    """The environment as it is to be played. `auto` costs one answer of one token."""
+async def in_dialect(
+    client: RolloutClient, environment: AnyEnvironment, dialect: Dialect, *, assumed: bool = False
+) -> AnyEnvironment:
+    """The environment as it is to be played. `auto` costs one answer of one token, and so does text that is `assumed`."""
+    if assumed:
+        await _warn(client, environment)
     if isinstance(environment, AgentEnvironment) or dialect == "text":
         return environment
     if dialect == "auto":
@@ -120,6 +125,16 @@ async def in_dialect(client: RolloutClient, environment: AnyEnvironment, dialect
                 "take a model that has one, or prompts that are texts",
             )
     return ChatEnvironment(environment) if dialect == "chat" else environment
+
+
+async def _warn(client: RolloutClient, environment: AnyEnvironment) -> None:
+    """Say so where the model could be asked in its chat template. A server that does not answer is met later."""
+    try:
+        if await ask(client) == "chat":
+            found = of_dialect(environment.name)
+            _log.warning(f"{found.cause}: {found.remedy}")
+    except RollmeshError as error:
+        _log.debug("whether the model has a chat template is not known", why=str(error))
 
 
 async def ask(client: RolloutClient) -> Literal["text", "chat"]:

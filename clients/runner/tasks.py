@@ -31,14 +31,15 @@ ADMISSION_WAIT_S = 20.0
 class PlayedTask:
     """What to play, and within which limits. `name`: what the run calls it, empty for the environment's own name.
 
-    `parts`: of all tasks' parts, so many groups are of this task. `max_tokens`: an answer. `episode_timeout_s`: from an
-    episode's first call to its reward.
+    `assumed`: nobody has chosen the dialect, which is text. `parts`: of all tasks' parts, so many groups are of this task.
+    `max_tokens`: an answer. `episode_timeout_s`: from an episode's first call to its reward.
     """
 
     environment: AnyEnvironment
     max_tokens: int
     temperature: float = 1.0
     dialect: Dialect = "text"
+    assumed: bool = False
     name: str = ""
     parts: int = 1
     episode_timeout_s: float = 600.0
@@ -160,7 +161,7 @@ async def entered(
         yield [
             TaskInPlay(
                 each,
-                await in_dialect(client, each.environment, each.dialect),
+                await in_dialect(client, each.environment, each.dialect, assumed=each.assumed),
                 EpisodeLimits(each.episode_timeout_s, heartbeat_s),
             )
             for each in tasks

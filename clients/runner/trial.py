@@ -49,11 +49,16 @@ _SPLITS: tuple[Split, ...] = ("train", "held_out")
 ResultT = TypeVar("ResultT")
 
 
-async def try_task(name: str, environment: AnyEnvironment, dialect: Dialect, seed: int) -> TaskTrial:
-    """What the task does. What its code raises is in `failed`."""
+def made_task(name: str, environment: AnyEnvironment, dialect: Dialect, *, assumed: bool = False) -> TaskTrial:
+    """What is known of a task once it is made. `assumed`: nobody has chosen its dialect, which is text."""
     agent = agent_of(environment) is not None
     chats = needs_chat(environment) or dialect == "chat"
-    trial = TaskTrial(task=name, speaks="agent" if agent else "chat" if chats else "text")
+    return TaskTrial(task=name, speaks="agent" if agent else "chat" if chats else "text", assumed=assumed)
+
+
+async def try_task(made: TaskTrial, environment: AnyEnvironment, seed: int) -> TaskTrial:
+    """`made`, with what the task does. What its code raises is in `failed`."""
+    agent, trial = made.speaks == "agent", made
     try:
         async with AsyncExitStack() as stack:
             if isinstance(environment, AbstractAsyncContextManager):

@@ -21,7 +21,7 @@ from services.config.settings import RunSettings
 from services.doctor.installation import in_thread_installation, try_transport
 from services.host.commands import ask
 from services.host.models import is_folder
-from services.policies.diagnosis.environment import of_trial
+from services.policies.diagnosis.environment import of_dialects, of_trial
 from services.policies.diagnosis.finding import Finding, error
 from services.policies.diagnosis.plan import of_model
 from services.policies.diagnosis.store import of_clocks, of_store
@@ -54,8 +54,7 @@ async def examine_plan(planned: Planned) -> list[Finding]:
         _store(settings, planned.keys),
         try_transport(settings.weights.transport),
     )
-    chats = any(trial.speaks != "text" for trial in tried)
-    own = [*store, *_model(settings, chats=chats), *(found for trial in tried for found in of_trial(trial)), *transport]
+    own = [*store, *_model(settings, tried), *(found for trial in tried for found in of_trial(trial)), *transport]
     said = {each.id for each in own}
     # It says the first of what is wrong alone, and much of it is found here too.
     covered = refused is not None and (refused.id in said or (refused.id == "plan-refused" and _by_task(own)))
@@ -86,13 +85,10 @@ async def _refusal(planned: Planned) -> Finding | None:
 
 
 async def _trials(settings: RunSettings) -> list[TaskTrial]:
-    flags = ("--config", "/dev/stdin", "--run-id", "trial", "--rollout-url", "none", "--run-dir", ".", "--trial")
-    seed = ("--seed", str(settings.seed))
+    flags = ("--config", "/dev/stdin", "--trial", "--seed", str(settings.seed))
     hangs = f"{settings.task_in_words} was not tried"
     try:
-        said = await ask(
-            ("run-environment", *flags, *seed), hangs, dump_settings(settings).encode(), within_s=_CHECK_WITHIN_S
-        )
+        said = await ask(("run-environment", *flags), hangs, dump_settings(settings).encode(), within_s=_CHECK_WITHIN_S)
         return [msgspec.json.decode(line, type=TaskTrial) for line in said.splitlines() if line.startswith(b"{")]
     except (RollmeshError, *UNDECODABLE) as failed:
         return [TaskTrial(task=settings.task_in_words, speaks="text", failed=str(failed))]
@@ -110,8 +106,10 @@ async def _store(settings: RunSettings, keys: KeyPlaces) -> list[Finding]:
     return [*of_store(store), *of_clocks({"Redis' host": clock - time.time()}, "this host")]
 
 
-def _model(settings: RunSettings, *, chats: bool) -> list[Finding]:
+def _model(settings: RunSettings, tried: Sequence[TaskTrial]) -> list[Finding]:
     path = settings.model.path
     if path is None or not is_folder(path):
         return []
-    return list(of_model(read_model_files(path.expanduser()), chats=chats))
+    model = read_model_files(path.expanduser())
+    chats = any(trial.speaks != "text" for trial in tried)
+    return [*of_model(model, chats=chats), *of_dialects(tried, chat_template=model.chat_template)]

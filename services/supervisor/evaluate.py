@@ -30,7 +30,7 @@ from services.supervisor.devices import environments_here
 from services.supervisor.launch_plan import LaunchPlan, PortReservation, plan_launch
 from services.supervisor.mesh import STOP_DEADLINE_S
 from services.supervisor.plane import run_plane, until_stopped
-from services.supervisor.preflight import preflight
+from services.supervisor.preflight import in_line, preflight
 from services.supervisor.processes import ManagedProcess, Reaper
 from services.wire.errors import RollmeshError, UsageError
 from services.wire.rollout_api import Evaluation, EvaluationAnswers
@@ -83,6 +83,8 @@ def _lines(found: Evaluation) -> list[str]:
 async def _measure(asked: Asked, scratch: Path, say: Console) -> Evaluation:
     settings = await _settings(asked, scratch, say)
     resolved = await preflight(settings, NO_PLACES, trainer=False)
+    for warning in resolved.warnings:
+        say.print(in_line(warning), markup=False)
     settings, folder = resolved.settings, resolved.folder
     write_whole(folder.config, dump_settings(settings).encode())
     folder.redis.mkdir(exist_ok=True)

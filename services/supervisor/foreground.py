@@ -21,7 +21,7 @@ from services.host.run_folder import RunFolder
 from services.security.keys import KeyPlaces
 from services.supervisor.devices import in_words
 from services.supervisor.mesh import Mesh
-from services.supervisor.preflight import Resolved, find_interrupted, preflight
+from services.supervisor.preflight import Resolved, find_interrupted, in_line, preflight
 from services.supervisor.summary import closing_lines
 from services.supervisor.view.observer import MetricsTail
 from services.supervisor.view.views import make_view
@@ -63,6 +63,8 @@ async def _run(
                 view.say(f"{name} = {value_of(settings, name)}, {why}")
         if resolved.placement.places:
             view.say(in_words(resolved.placement))
+        for warning in resolved.warnings:
+            view.say(in_line(warning))
         found = {**origins, **resolved.found}
         mesh = Mesh(settings, folder, run_id, view, keys, found, resolved.placement, began_at=began_at)
         running = asyncio.create_task(mesh.run())

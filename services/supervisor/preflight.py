@@ -9,6 +9,7 @@ import os
 import secrets
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,8 @@ from services.host.process import memory_bytes, usable_cores
 from services.host.run_folder import RunFolder, check_space, is_complete, make_run_folder, refuse_taken
 from services.host.vllm_arguments import check_arguments
 from services.observability.setup import check_installed
-from services.policies.diagnosis.finding import FINDING_IDS, FindingId, error, refuse, refused_as
+from services.policies.diagnosis.environment import of_dialects
+from services.policies.diagnosis.finding import FINDING_IDS, Finding, FindingId, error, refuse, refused_as
 from services.policies.diagnosis.plan import least_host_bytes, of_memory, of_model
 from services.policies.placement.place import Placement
 from services.policies.training.memory import MemoryOptions
@@ -43,6 +45,7 @@ from services.supervisor.launch_plan import LOOPBACK, has_teacher, warm_start_co
 from services.supervisor.user_code import check_tasks, with_algorithm
 from services.wire.errors import RollmeshError, UsageError
 from services.wire.tasks.name import parse_task
+from services.wire.tasks.trial import TaskTrial
 
 
 async def _check_surroundings(settings: RunSettings, keys: KeyPlaces) -> None:
@@ -92,13 +95,15 @@ async def find_interrupted(folder: RunFolder, keys: KeyPlaces) -> Resolved:
 @dataclass(frozen=True)
 class Resolved:
     """`settings`: with nothing left open; `folder`: made for them (config.toml is not written yet). `found`: dotted name →
-    why, of settings that were found here. `placement`: the GPUs of each process."""
+    why, of settings that were found here. `placement`: the GPUs of each process. `warnings`: the run works, though not as
+    its user may want."""
 
     settings: RunSettings
     folder: RunFolder
     run_id: str
     found: dict[str, str]
     placement: Placement = NOWHERE
+    warnings: Sequence[Finding] = ()
 
 
 async def preflight(
@@ -131,11 +136,11 @@ async def preflight(
             raise UsageError(
                 f"task {each.task} has nobody to judge its answers", "set rewards.enabled and its components"
             )
-    await check_tasks(settings)
+    warnings = _warnings(settings, await check_tasks(settings))
     settings = settings.model_copy(update={"telemetry": with_environ(settings.telemetry, os.environ)})
     if only_look and named:
         await _check_surroundings(settings, keys)
-        return _looked_at(settings)
+        return _looked_at(settings, warnings)
     settings, found = fitted(settings)
     await _check_surroundings(settings, keys)
     settings = settings.model_copy(update={"engine": engine})
@@ -144,7 +149,7 @@ async def preflight(
     if placement == NOWHERE:
         check_memory(settings, trainer=trainer)
     if only_look:
-        return _looked_at(settings)
+        return _looked_at(settings, warnings)
     share = share_of_engines(settings, placement)
     if engine == "vllm" and share is not None:
         settings = with_share(settings, share)
@@ -154,13 +159,16 @@ async def preflight(
     with refused_as("disk"):
         folder = make_run_folder(root)
     settings = settings.model_copy(update={"run_dir": root})
-    return Resolved(settings, folder, run_id, found | added, placement)
+    return Resolved(settings, folder, run_id, found | added, placement, warnings)
 
 
 def look(settings: RunSettings, keys: KeyPlaces) -> int:
-    """`rollmesh up --check`: prints what would refuse the run, as a finding. Raises that refusal; returns exit code 0."""
+    """`rollmesh up --check`: prints what would refuse the run, as a finding. Raises that refusal; returns exit code 0.
+
+    What would not refuse it is said on standard error: a program reads the other.
+    """
     try:
-        asyncio.run(preflight(settings, keys, only_look=True))
+        resolved = asyncio.run(preflight(settings, keys, only_look=True))
     except UsageError as refused:
         which: FindingId = "plan-refused"
         which = next((each for each in FINDING_IDS if each == refused.finding), which)
@@ -168,16 +176,32 @@ def look(settings: RunSettings, keys: KeyPlaces) -> int:
         sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
         sys.stdout.flush()
         raise
+    for each in resolved.warnings:
+        sys.stderr.write(f"{in_line(each)}\n")
+    sys.stderr.write(f"the run can start: {resolved.settings.task_in_words}, in {resolved.folder.root}\n")
     return 0
 
 
-def _looked_at(settings: RunSettings) -> Resolved:
+def in_line(found: Finding) -> str:
+    """A warning as a line of the console."""
+    return f"warning: {found.cause}: {found.remedy}"
+
+
+def _warnings(settings: RunSettings, tried: Sequence[TaskTrial]) -> list[Finding]:
+    """Of a model that is known by its name alone, nothing is said."""
+    model = settings.model.path
+    if model is None or not is_folder(model):
+        return []
+    return list(of_dialects(tried, chat_template=read_model_files(model.expanduser()).chat_template))
+
+
+def _looked_at(settings: RunSettings, warnings: Sequence[Finding]) -> Resolved:
     root = (settings.run_dir or Path("runs")).expanduser().absolute()
     folder = RunFolder(root)
     refuse_taken(folder)
     with refused_as("disk"):
         check_space(root)
-    return Resolved(settings, folder, "", {})
+    return Resolved(settings, folder, "", {}, warnings=warnings)
 
 
 def check_memory(settings: RunSettings, *, trainer: bool = True) -> None:
@@ -249,6 +273,9 @@ def fitted(settings: RunSettings) -> tuple[RunSettings, dict[str, str]]:
     return fit(settings, facts, cores=usable_cores(), gpu=has_gpu())
 
 
+_NAME_ONE = "name one: model.path=FOLDER, or a name such as model.path=smollm2-135m (`rollmesh models`)"
+
+
 def check_first_policy(settings: RunSettings) -> None:
     """Raises UsageError where a run would have no policy to start from: a model, or a warm start for its one task."""
     model = settings.model.path
@@ -258,12 +285,10 @@ def check_first_policy(settings: RunSettings) -> None:
     if settings.tasks:
         raise UsageError(
             "[[tasks]] need a model: the tiny one is warm-started on the demonstrations of one task alone",
-            "name one: model.path=FOLDER",
+            _NAME_ONE,
         )
     if not parse_task(settings.task).demonstrated:
-        raise UsageError(
-            f"task {settings.task} has no demonstrations to warm-start a model with", "name one: model.path=FOLDER"
-        )
+        raise UsageError(f"task {settings.task} has no demonstrations to warm-start a model with", _NAME_ONE)
 
 
 def new_run_id(task_label: str) -> str:

@@ -12,19 +12,31 @@ from services.config.load import dump_settings
 from services.config.settings import RunSettings, TrainerSettings
 from services.config.training.algorithm import DISTILLATION, Formula
 from services.host.commands import ask
+from services.wire.errors import UNDECODABLE
 from services.wire.tasks.name import parse_task
+from services.wire.tasks.trial import TaskTrial
 
 
-async def check_tasks(settings: RunSettings) -> None:
+async def check_tasks(settings: RunSettings) -> list[TaskTrial]:
     """See whether the tasks can be made, in a process of its own: neither libraries nor the user's code are imported here.
+    Returns how each speaks; nothing of a task that is built in.
 
     Raises UsageError with what that process says of a name, an option or a library; RollmeshError when it hangs.
     """
     if not settings.tasks and parse_task(settings.task).built_in:
-        return
-    flags = ("--config", "/dev/stdin", "--run-id", "check", "--rollout-url", "none", "--run-dir", ".", "--check")
+        return []
+    flags = ("--config", "/dev/stdin", "--check", "--json")
     hangs = f"{settings.task_in_words} was not made"
-    await ask(("run-environment", *flags), hangs, dump_settings(settings).encode())
+    said = await ask(("run-environment", *flags), hangs, dump_settings(settings).encode())
+    return [each for line in said.splitlines() if (each := _decoded(line)) is not None]
+
+
+def _decoded(line: bytes) -> TaskTrial | None:
+    """None for what the user's code has printed."""
+    try:
+        return msgspec.json.decode(line, type=TaskTrial)
+    except UNDECODABLE:
+        return None
 
 
 async def with_algorithm(settings: RunSettings) -> tuple[RunSettings, dict[str, str]]:

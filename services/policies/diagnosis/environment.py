@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from services.policies.diagnosis.finding import Finding, error, warning
 from services.wire.tasks.trial import TaskTrial
@@ -12,6 +12,21 @@ SLOW_S = 0.25
 MOST_SHARED = 0.02
 """Share of the held-out problems that may be in training too, by chance: above it held-out success says little."""
 LEAST_REWARDS = 8
+
+
+def of_dialects(tried: Iterable[TaskTrial], *, chat_template: bool) -> Iterator[Finding]:
+    """`of_dialect` of each task that it is true of. `chat_template`: whether the model has one."""
+    yield from (of_dialect(each.task) for each in tried if each.assumed and chat_template)
+
+
+def of_dialect(task: str) -> Finding:
+    """Of a task that speaks plain text because nothing says otherwise, to a model that has a chat template."""
+    return warning(
+        "dialect",
+        f"the model has a chat template and task {task} speaks plain text",
+        "its name has no ?dialect=, and an environment of your own speaks plain text then",
+        "add ?dialect=chat, or ?dialect=text if it is meant",
+    )
 
 
 def of_trial(trial: TaskTrial) -> Iterator[Finding]:

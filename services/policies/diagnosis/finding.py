@@ -34,6 +34,7 @@ FindingId = Literal[
     "model-folder",
     "tokenizer",
     "chat-template",
+    "dialect",
     "memory",
     # The environment
     "environment-fails",

@@ -1,4 +1,7 @@
-"""What a trial of a task found: `rollmesh run-environment --trial` prints it, `rollmesh doctor` reads it."""
+"""What a trial of a task found: `rollmesh run-environment --trial` prints it, `rollmesh doctor` reads it.
+
+`--check --json` prints it without what problems and episodes say; `rollmesh up` reads that.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ class TaskTrial(msgspec.Struct, frozen=True, kw_only=True):
     task: str
     speaks: Literal["text", "chat", "agent"]
     """How it speaks to the policy; `agent`: an agent calls it, and no episode was played here."""
+    assumed: bool = False
+    """It speaks plain text, and its name does not say so (`?dialect=`)."""
     problems: int = 0
     """Training problems that were posed."""
     held_out: int = 0

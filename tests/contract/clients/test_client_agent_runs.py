@@ -293,6 +293,22 @@ async def test_a_model_without_a_template_is_spoken_to_in_plain_text(
         assert (await host.report())["open_groups"] == 0
 
 
+@pytest.mark.parametrize("template", [True, False], ids=["template", "no template"])
+async def test_plain_text_that_nobody_chose_is_warned_of_where_the_model_has_a_template(
+    redis_url: str, run_id: str, chat_policy: Path, tiny_policy: Path, template: bool
+) -> None:
+    environment = make_environment("running-sums")
+    async with playing(redis_url, run_id, chat_policy if template else tiny_policy) as (host, client):
+        with capture_logs() as logs:
+            assert await in_dialect(client, environment, "text") is environment
+            assert not logs, "it was chosen"
+            assert await in_dialect(client, environment, "text", assumed=True) is environment
+        assert (await host.report())["open_groups"] == 0
+    said = [line["event"] for line in logs if line["log_level"] == "warning"]
+    assert len(said) == template
+    assert all("add ?dialect=chat, or ?dialect=text if it is meant" in line for line in said)
+
+
 class Server(RolloutClient):
     """A server that plays every episode with three tokens, or fails as told. `opened`: the groups it was asked for."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from clients.environments.base import AgentEndpoint, AgentEnvironment, Answer, Ended, Environment, Problem
 from clients.environments.registry import make_task
+from services.cli import ROLLMESH
 from services.config.load import dump_settings, load_settings
 from services.supervisor.preflight import find_task, new_run_id
 from services.wire.errors import UsageError
@@ -114,9 +116,28 @@ def test_code_of_ones_own_is_found_by_file_whatever_the_files_name(own: Path) ->
     assert isinstance(environment, Environment) and not isinstance(environment, AgentEnvironment)
     problem = environment.problem("train", 21, 0)
     assert environment.start(problem).respond(Answer("42", True)) == Ended(1.0, True)
-    import json
-
     assert json.loads("1") == 1, "a file called json.py does not stand in for the library's module"
+
+
+def test_text_that_nobody_chose_is_told_apart(own: Path) -> None:
+    made = {
+        query: make_task(f"python:{own}:Doubling{query}").assumed for query in ("", "?dialect=text", "?dialect=chat")
+    }
+    assert made == {"": True, "?dialect=text": False, "?dialect=chat": False}
+    assert not make_task(f"python:{own}:make_agent").assumed
+    assert not make_task("running-sums").assumed
+
+
+def test_a_task_is_looked_at_without_any_server(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = f"python:{own}:doubling"
+    assert ROLLMESH.run(["run-environment", "--check", "--task", task]) == 0
+    assert capsys.readouterr().out == "the task can be made: doubling, speaks plain text\n"
+    for how in (["--check", "--json"], ["--trial"]):
+        assert ROLLMESH.run(["run-environment", *how, "--task", task]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["task"], found["speaks"], found["assumed"]) == ("doubling", "text", True)
+    assert ROLLMESH.run(["run-environment", "--task", task, "--run-id", "a"]) == 2
+    assert "--rollout-url, --run-dir must be given" in capsys.readouterr().err
 
 
 def test_a_factory_is_called_with_the_options(own: Path) -> None:
@@ -141,7 +162,9 @@ def test_modules_are_looked_for_where_the_command_is_run(own: Path, monkeypatch:
         ("json.py:broken", "ZeroDivisionError: division by zero (json.py:"),
         ("json.py:needy", "a_library_that_nobody_has, which is not installed"),
         ("json.py:doubling?factor=3", "takes no options"),
-        ("json.py:Doubling?factr=3", "unexpected keyword argument 'factr'"),
+        ("json.py:Doubling?factr=3", "did you mean 'factor'?"),
+        ("json.py:Doubling?dialekt=chat", "did you mean 'dialect'? known: dialect, factor, name"),
+        ("json.py:doubling?dialekt=chat", "did you mean dialect?"),
         ("json.py:doubling?dialect=morse", "known: auto, text, chat"),
         ("nothing.py:x", "nothing.py"),
     ],

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from services.policies.balance import Counted
-from services.policies.diagnosis.environment import of_trial
+from services.policies.diagnosis.environment import of_dialects, of_trial
 from services.policies.diagnosis.finding import Finding
 from services.policies.diagnosis.fleet import Sampling, of_account, of_events, of_stragglers, of_weights, stragglers
 from services.policies.diagnosis.logs import of_interrupted, of_logs
@@ -111,6 +111,14 @@ def test_a_model_folder_is_judged_by_its_files() -> None:
     assert ids(list(of_model(replace(well, tokenizer="it is not there")))) == ["tokenizer"]
     assert ids(list(of_model(replace(well, chat_template=False), chats=True))) == ["chat-template"]
     assert list(of_model(replace(well, chat_template=False))) == []
+
+
+def test_plain_text_that_nobody_chose_is_told_of_where_the_model_has_a_template() -> None:
+    tried = [TaskTrial(task="own", speaks="text", assumed=True), TaskTrial(task="meant", speaks="text")]
+    found = only(list(of_dialects(tried, chat_template=True)))
+    assert (found.id, found.severity) == ("dialect", "warning")
+    assert "task own speaks plain text" in found.cause and "?dialect=chat, or ?dialect=text" in found.remedy
+    assert list(of_dialects(tried, chat_template=False)) == []
 
 
 def test_a_run_that_no_memory_holds_is_refused_with_the_sum_and_adapters_take_less() -> None:

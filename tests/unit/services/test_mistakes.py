@@ -62,6 +62,8 @@ MISTAKES = [
     ("models fetch qwen3", "'qwen3' is no model's name", "owner/name"),
     ("up --engine vlm", "engine = 'vlm'", "did you mean 'vllm'?"),
     ("up --task runing-sums", "task = 'runing-sums'", "did you mean 'running-sums'?"),
+    ("up --task ./mine.py:Larger?n=2", "task = './mine.py:Larger?n=2'", "did you mean python:./mine.py:Larger?n=2?"),
+    ("up --task sums", "no demonstrations", "model.path=smollm2-135m"),
     ("up --task python:none.py:make", "there is no file", "correct its path"),
     ("up --recipe smolm2", "no recipe 'smolm2'", "did you mean 'smollm2'?"),
     ("up --config broken.toml", "broken.toml is not valid TOML", "at line 1"),
@@ -135,4 +137,6 @@ def test_a_refusal_that_is_only_looked_for_is_a_finding_too(capsys: pytest.Captu
     finding = json.loads(capsys.readouterr().out)
     assert (finding["id"], finding["runbook"]) == ("tokenizer", "docs/runbook.md#tokenizer")
     assert ROLLMESH.run(["up", "--check"]) == 0
+    said = capsys.readouterr()
+    assert (said.out, said.err.startswith("the run can start: running-sums,")) == ("", True), said.err
     assert not (folder / "runs").exists()
