@@ -120,6 +120,24 @@ def test_a_fault_of_an_environment_is_named_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("chosen", ["", "&dialect=text"], ids=["nobody", "text"])
+def test_plain_text_is_told_of_where_nobody_chose_it_and_the_model_chats(
+    chosen: str, tmp_path: Path, chat_policy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(TASKS)
+    planned = ["--task", f"python:{tmp_path / 'own.py'}:Task?fault=none{chosen}", f"model.path={chat_policy}"]
+    assert ids(doctor(*planned)) == ([] if chosen else ["dialect"])
+    capsys.readouterr()
+    assert ROLLMESH.run(["up", "--check", *planned]) == 0
+    said = capsys.readouterr()
+    assert said.out == "", "a program reads it"
+    *warned, well = said.err.splitlines()
+    assert well.startswith("the run can start: python:")
+    assert [line.rpartition(": ")[2] for line in warned] == (
+        [] if chosen else ["add ?dialect=chat, or ?dialect=text if it is meant"]
+    )
+
+
 def test_a_model_without_tokenizer_or_larger_than_memory_is_refused(
     tmp_path: Path, tiny_policy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
