@@ -21,6 +21,10 @@ from services.wire.errors import UNDECODABLE, NoModelError
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 
+_HEADER_BYTES = 100_000_000
+"""The longest header that safetensors itself reads."""
+
+
 class _Text(msgspec.Struct):
     max_position_embeddings: int | None = None
 
@@ -50,7 +54,10 @@ def read_facts(folder: Path) -> ModelFacts:
 def _parameters(file: Path) -> int:
     """Of the header: its length as 8 bytes, then JSON (https://github.com/huggingface/safetensors#format)."""
     with file.open("rb") as stream:
-        header = stream.read(int.from_bytes(stream.read(8), "little"))
+        length = int.from_bytes(stream.read(8), "little")
+        if length > _HEADER_BYTES:
+            raise msgspec.DecodeError(f"{file.name} is no safetensors file: its header would have {length} bytes")
+        header = stream.read(length)
     tensors = msgspec.json.decode(header, type=dict[str, _Tensor])
     return sum(math.prod(tensor.shape) for name, tensor in tensors.items() if name != "__metadata__")
 

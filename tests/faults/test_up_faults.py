@@ -212,7 +212,10 @@ def test_a_run_outlasts_a_silent_cut_and_a_redis_that_lost_its_end(tmp_path: Pat
 def test_a_service_that_refuses_its_environment_variables_ends_the_run_in_one_line(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
+    # What a look at the files finds nothing wrong with, and nobody can load.
     (model / "config.json").write_text('{"model_type": "qwen3"}')
+    (model / "tokenizer.json").write_text('{"model": {}}')
+    (model / "model.safetensors").write_bytes(b"no weights")
     done = run_command(["up", "--run-dir", str(tmp_path / "run"), *SMALL, f"model.path={model}"], deadline_s=120.0)
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "holds no causal language model" in done.err
