@@ -4,8 +4,9 @@ evaluations, which whoever plays the task tells."""
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import structlog
@@ -13,10 +14,11 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from services.host.files import write_whole, writing
 from services.policies.training.evaluation import evaluation_of
 from services.run_store.client import as_text
 from services.run_store.keys import RunKeys
-from services.wire.rollout_api import Evaluation, EvaluationAnswers
+from services.wire.rollout_api import Evaluation, EvaluationAnswers, Evaluations
 from services.wire.run_metrics import TaskOutcome
 
 _log = structlog.get_logger()
@@ -137,3 +139,9 @@ class EvaluationStore:
             except ValidationError as error:
                 _log.warning("an evaluation cannot be read", due=due, errors=error.error_count())
         return sorted(found, key=lambda evaluation: evaluation.due)
+
+
+def write_evaluations(file: Path, evaluations: Sequence[Evaluation]) -> None:
+    """Keep them in a run folder's evaluations.json."""
+    with writing(file):
+        write_whole(file, Evaluations(evaluations=list(evaluations)).model_dump_json(indent=2).encode() + b"\n")

@@ -33,7 +33,7 @@ from services.policies.placement.place import Placement
 from services.policies.progress.phase import Part
 from services.run_store.client import connect, reached_by, without_password
 from services.run_store.ledger import Ledger
-from services.run_store.status import EvaluationStore
+from services.run_store.status import EvaluationStore, write_evaluations
 from services.security.keys import NO_PLACES, KeyPlaces
 from services.security.tls import read_trust
 from services.supervisor.devices import NOWHERE, environments_here
@@ -329,12 +329,16 @@ class Mesh:
         self, plan: LaunchPlan, processes: MeshProcesses, redis: Redis, http: httpx.AsyncClient
     ) -> Summary:
         reports = await asyncio.gather(*(read_engine(http, url) for url in plan.server_urls))
+        evaluations = await EvaluationStore(redis, self._run_id).read()
+        if evaluations:
+            # One may have been told behind the trainer's last look.
+            write_evaluations(self._folder.evaluations, evaluations)
         summary = summarise(
             self._settings,
             self._run_id,
             trainer=read_report(self._folder.trainer_report, TrainerReport),
             evaluation=read_report(self._folder.evaluation, EvaluationReport),
-            evaluations=await EvaluationStore(redis, self._run_id).read(),
+            evaluations=evaluations,
             accounts=await Ledger(redis, self._run_id).accounts(),
             engines=[report for report in reports if report is not None],
             began_at=self._began_at,

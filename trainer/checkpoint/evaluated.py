@@ -14,9 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from services.host.files import appearing, write_whole, writing
+from services.host.files import appearing
 from services.host.run_folder import RunFolder
 from services.policies.training.evaluation import best_of
+from services.run_store.status import write_evaluations
 from services.wire.errors import UsageError
 from services.wire.rollout_api import Evaluation, Evaluations
 from services.wire.run_metrics import EvaluationReport, TrainerReport
@@ -45,8 +46,7 @@ def heed(folder: Path, file: Path, evaluations: Sequence[Evaluation], every: int
     `folder`: of checkpoints; `file`: evaluations.json; `every`: versions between evaluations; `last`: no more will come.
     Raises UsageError on a full disk.
     """
-    with writing(file):
-        write_whole(file, Evaluations(evaluations=list(evaluations)).model_dump_json(indent=2).encode() + b"\n")
+    write_evaluations(file, evaluations)
     best, newest = _best(folder, evaluations, every), max((each.due for each in evaluations), default=-1)
     for version in _versions(folder):
         if version != best and (last or version // every * every <= newest):
