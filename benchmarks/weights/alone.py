@@ -20,10 +20,10 @@ class VllmAlone(VllmEngine):
         os.environ[LIVE_WEIGHTS] = "0"
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        launch._register_architectures(self._plan.model)
-        config = launch._configure(self._plan)
+        launch.register_architectures(self._plan.model)
+        config = launch.configure(self._plan)
         self._scratch = Path(tempfile.mkdtemp(prefix="rollmesh-vllm-"))
-        with launch._forking():
+        with launch.forking():
             self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         await self._make_ready()
 

@@ -23,7 +23,7 @@ from services.config.training.lora import LoraSettings
 from services.config.training.optimizer import OptimizerSettings, ScheduleSettings
 from services.config.training.parallel import ParallelSettings
 from services.config.training.teacher import TeacherSettings
-from services.config.wire import NcclSettings, NixlSettings
+from services.config.transports import NcclSettings, NixlSettings
 from services.policies.admission import LOOKAHEAD, AdmissionRules
 from services.policies.training.batch_shape import BatchShape
 from services.policies.training.threads import threads_left

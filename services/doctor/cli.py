@@ -12,6 +12,8 @@ import typer
 from services.config import options
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from services.doctor.planned import Planned
     from services.host.run_folder import RunFolder
     from services.policies.diagnosis.finding import Finding
@@ -162,9 +164,29 @@ def _show(found: Sequence[Finding], *, as_json: bool) -> None:
     import msgspec
     from rich.console import Console
 
-    from services.doctor.render import as_table
-
     if as_json:
         sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
     else:
-        Console().print(as_table(found))
+        Console().print(_table(found))
+
+
+def _table(found: Sequence[Finding]) -> RenderableType:
+    """A block of four lines for each: what, what was seen, what to do, where more is said. Errors first."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from services.observability.terminal import BAD, GOOD, NOTE, as_text
+
+    if not found:
+        return Text("nothing is wrong, as far as can be seen", style=GOOD)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for number, each in enumerate(sorted(found, key=lambda one: one.severity)):
+        if number:
+            table.add_row("", "")
+        style = BAD if each.severity == "error" else NOTE
+        table.add_row(Text(each.severity, style=style), Text(as_text(f"{each.id}: {each.cause}"), style=style))
+        for name, said in (("evidence", each.evidence), ("remedy", each.remedy), ("runbook", each.runbook)):
+            table.add_row(name, Text(as_text(said, lines=True)))
+    return table

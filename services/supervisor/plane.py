@@ -14,11 +14,12 @@ from typing import TypeVar
 from services.host.aio import to_its_end
 from services.host.run_folder import RunFolder
 from services.run_store.client import connect, reached_by
-from services.security.permissions import Keys
+from services.security.permissions import NO_KEYS, Keys
 from services.security.tls import PUBLIC, Trust
 from services.supervisor.launch_plan import LaunchPlan
-from services.supervisor.mesh import REDIS_DEADLINE_S, STOP_DEADLINE_S, first_cause, wait_for_redis
+from services.supervisor.mesh import STOP_DEADLINE_S
 from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper, Say
+from services.supervisor.readiness import REDIS_DEADLINE_S, first_cause, wait_for_redis
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _Result = TypeVar("_Result")
@@ -52,7 +53,7 @@ async def run_plane(
     during: Callable[[], Awaitable[None]],
     *,
     bus: bool = False,
-    keys: Keys = Keys(),  # noqa: B008 - frozen, without keys
+    keys: Keys = NO_KEYS,
     trust: Trust = PUBLIC,
 ) -> None:
     """Start the plane of `plan`, await `during`, stop it. `bus`: whether it has the weight bus.

@@ -24,10 +24,10 @@ from services.security.keys import KeyPlaces, key_file
 from services.security.tls import read_trust
 from services.supervisor.devices import environments_here
 from services.supervisor.launch_plan import LaunchPlan, PortReservation, plan_launch, write_users
-from services.supervisor.mesh import named_urls, wait_for_http
 from services.supervisor.plane import run_plane, until_stopped
 from services.supervisor.preflight import Resolved, preflight
 from services.supervisor.processes import Reaper
+from services.supervisor.readiness import named_urls, wait_for_http
 
 SESSION = "hello"
 """Of the call that is shown."""

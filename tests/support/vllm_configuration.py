@@ -82,7 +82,7 @@ def _inject_cuda() -> None:
 def _configuration(plan: Plan) -> dict[str, Any]:
     from rollout_server.engines.vllm import launch
 
-    made = launch._configure(plan)
+    made = launch.configure(plan)
     compiled = made.compilation_config
     return {
         "device": made.device_config.device_type,

@@ -21,6 +21,14 @@ from trainer.parallel.ulysses import ContextSlice
 _TOLERANCE = 1e-3
 
 
+def _routers(model: PreTrainedModel) -> tuple[list[nn.Module], int]:
+    """The routers of its layers, in their order, and which part of their output is the logits. None: not a mixture."""
+    recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    if not isinstance(recorder, OutputRecorder):
+        return [], 0
+    return [module for module in model.modules() if isinstance(module, recorder.target_class)], recorder.index
+
+
 class RouterLoss:
     """The load-balancing loss of `model`, from what its routers say in a forward pass.
 
@@ -37,21 +45,19 @@ class RouterLoss:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+        routers, self._index = _routers(model)
         family = sys.modules[type(model).__module__]
         self._loss: Callable[..., Tensor] | None = getattr(family, "load_balancing_loss_func", None)
-        if not isinstance(recorder, OutputRecorder) or self._loss is None or not hasattr(model, "num_experts_per_tok"):
+        if not routers or self._loss is None or not hasattr(model, "num_experts_per_tok"):
             raise UsageError(
                 f"trainer.loss.router_aux would have no effect: a {model.config.model_type} model balances no experts",
                 "leave it out, or train a mixture of experts",
             )
         self._experts, self._chosen = int(model.num_experts), int(model.num_experts_per_tok)
-        self._index = recorder.index
         self._recording = False
         self._logits: list[Tensor] = []
-        for module in model.modules():
-            if isinstance(module, recorder.target_class):
-                module.register_forward_hook(self._keep)
+        for router in routers:
+            router.register_forward_hook(self._keep)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -96,10 +102,7 @@ class RoutingReplay:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
-        routers = []
-        if isinstance(recorder, OutputRecorder):
-            routers = [module for module in model.modules() if isinstance(module, recorder.target_class)]
+        routers, _ = _routers(model)
         if not routers:
             raise _unknown(model, "has no routers")
         self._model, self.layers = model, len(routers)

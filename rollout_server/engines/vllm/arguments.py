@@ -19,6 +19,7 @@ from typing import Any, Literal
 from rollout_server.engines.request_check import read_json
 from services.config.engines.vllm import MOST_RANK
 from services.config.settings import ShadowPlace
+from services.wire.errors import UsageError
 from services.wire.sampling import KvPolicy
 from weight_bus.manifest.adapter import AdapterPlan, adapted_layers
 from weight_bus.vllm.protocol import LIVE_WEIGHTS, PACKED, SHADOW, WORKER_EXTENSION
@@ -66,7 +67,12 @@ def environment(
     *,
     packed: bool = True,
 ) -> dict[str, str]:
-    """Variables that vLLM, torch and the plug-in read. `threads`: of torch, on a CPU; `shadow`, `packed`: of `weights`."""
+    """Variables that vLLM, torch and the plug-in read. `threads`: of torch, on a CPU; `shadow`, `packed`: of `weights`.
+
+    Raises UsageError for what is not read on this platform.
+    """
+    if platform != "cpu" and not packed:
+        raise UsageError("weights.packed=false would have no effect on a GPU, where none is packed", "leave it out")
     variables = {
         # One engine-core process, with its worker inside.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -100,12 +100,12 @@ def launch(plan: Plan) -> tuple[Any, Path]:
     os.environ[_RPC_FOLDER] = os.environ[SCRATCH] = str(scratch)
     try:
         if on_cpu():
-            _register_architectures(plan.model)
+            register_architectures(plan.model)
             if plan.tensor_parallel > 1:
                 # The system schedules the ranks over all cores; vLLM would bind each to a NUMA node of its own.
                 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        config = _configure(plan)
-        with _forking() if on_cpu() else contextlib.nullcontext():
+        config = configure(plan)
+        with forking() if on_cpu() else contextlib.nullcontext():
             with started_by_rollmesh():
                 return AsyncLLM.from_vllm_config(config, disable_log_stats=True), scratch
     except UsageError:
@@ -119,7 +119,7 @@ def launch(plan: Plan) -> tuple[Any, Path]:
         ) from error
 
 
-def _configure(plan: Plan) -> Any:
+def configure(plan: Plan) -> Any:
     """vLLM's configuration. Raises UsageError for arguments of the user's that it does not take, and where there are fewer
     GPUs than ranks."""
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -148,7 +148,7 @@ def _configure(plan: Plan) -> Any:
 
 
 @contextlib.contextmanager
-def _forking() -> Iterator[None]:
+def forking() -> Iterator[None]:
     """vLLM sets `spawn` while it makes a configuration for CPUs; a fork brings the imported modules along."""
     before = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
@@ -161,7 +161,7 @@ def _forking() -> Iterator[None]:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = before
 
 
-def _register_architectures(model: Path) -> None:
+def register_architectures(model: Path) -> None:
     """Let vLLM see the model class in this process; else it starts another Python to look at it, once a machine (10 s)."""
     from vllm.model_executor.models import ModelRegistry
 

@@ -101,6 +101,8 @@ def test_on_a_cpu_steps_are_eager_threads_ours_and_the_cache_is_sized(model: Pat
     assert environment("cpu", 2, {}) == VARIABLES | {"OMP_NUM_THREADS": "2", "TORCHDYNAMO_DISABLE": "1"}
     assert "TORCHDYNAMO_DISABLE" not in environment("cpu", 2, {"enforce_eager": False})
     assert environment("cpu", 2, {}, packed=False)["ROLLMESH_WEIGHTS_PACKED"] == "0"
+    with pytest.raises(UsageError, match=r"weights\.packed=false would have no effect on a GPU"):
+        environment("gpu", 2, {}, packed=False)
     # 64 requests of 256 tokens, 2 · 2 layers · 1 head of 16 numbers of 2 bytes on a rank: the least that is taken.
     of_cpu = {"enforce_eager": True, "kv_cache_memory_bytes": 16 << 20, "block_size": 32}
     assert resolved(model, {}, "cpu") == ALWAYS | of_cpu

@@ -22,9 +22,9 @@ from services.policies.backoff import GiveUp, Restart, RestartPolicy
 from services.run_store.ledger import Accounts
 from services.security.keys import NO_PLACES, KeyPlaces
 from services.supervisor.launch_plan import LaunchPlan, MeshPorts, plan_launch
-from services.supervisor.mesh import Clock, wait_for_http
 from services.supervisor.preflight import new_run_id
 from services.supervisor.processes import ServiceFailedError
+from services.supervisor.readiness import Clock, wait_for_http
 from services.supervisor.summary import closing_lines, read_report, success_before, summarise, write_summary
 from services.wire.errors import NoBatchError, UsageError, WireError
 from services.wire.rollout_api import EngineReport
