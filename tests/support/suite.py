@@ -13,11 +13,14 @@ until it has ended.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
+import functools
+import inspect
 import os
 import re
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,6 +45,8 @@ SHARING = (
 WORKER_BYTES = 3 << 30
 """Memory that a worker's tests may take at once, engines in processes of their own counted in."""
 MOST_WORKERS = 8
+ASYNC_TEST_WITHIN_S = 600.0
+"""How long the body of an async test may take. It is cancelled where it waits, so that its failure shows the await."""
 _SHARED_VARIABLE = "ROLLMESH_TEST_SHARED"
 _shared = pytest.StashKey[TemporaryDirectory[str]]()
 _left_out = pytest.StashKey[int]()
@@ -105,6 +110,9 @@ def locked(name: str, how: int = fcntl.LOCK_EX) -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: HEAVY_FIRST.index(_folder(item)))
+    for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            item.obj = ended_in_time(item.obj)
     if config.getoption("--all") or config.option.markexpr or _is_named(config):
         return
     left_out = [item for item in items if _is_slow(item)]
@@ -142,6 +150,17 @@ def _folder(item: pytest.Item) -> str:
 
 def _is_slow(item: pytest.Item) -> bool:
     return _folder(item) in SLOW_FOLDERS or any(mark.name in SLOW_MARKS for mark in item.iter_markers())
+
+
+def ended_in_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Coroutine[Any, Any, None]]:
+    """`test`, failed after ASYNC_TEST_WITHIN_S. A trace of the thread alone would show the event loop's own wait."""
+
+    @functools.wraps(test)
+    async def limited(*arguments: Any, **named: Any) -> None:
+        async with asyncio.timeout(ASYNC_TEST_WITHIN_S):
+            await test(*arguments, **named)
+
+    return limited
 
 
 # Where it is run
