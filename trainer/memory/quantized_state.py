@@ -57,6 +57,8 @@ class AdamW8bit(Optimizer):
                 "step": torch.tensor(float(kept.pop("step"))),
                 **{name: tensor for name, tensor in kept.items() if name not in _TABLES},
             }
+        # The library would keep what was brought to the device for this step (`trainer.memory.host_state`) until the next.
+        self._inner.state = defaultdict(dict)
 
     def _told(self, weight: Tensor) -> dict[str, Any]:
         """The state of `weight` as the library wants it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -154,21 +155,23 @@ def test_a_schedule_that_needs_the_runs_length_is_refused_without_one(fresh_mode
 
 
 class Counted:
-    """Copies for a device, and how many bytes of them there are at a time."""
+    """Copies for a device, and how many bytes of them live at a time."""
 
     def __init__(self) -> None:
         self.held = self.most = 0
 
     def to_device(self, held: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        self.held += held.nbytes
-        self.most = max(self.most, self.held)
-        return held.clone()
+        copied = held.clone()
+        self._count(copied.nbytes)
+        weakref.finalize(copied, self._count, -copied.nbytes)
+        return copied
 
     def to_host(self, tensor: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
-        if held is None:
-            return tensor.clone()
-        self.held -= held.nbytes
-        return held.copy_(tensor)
+        return tensor.clone() if held is None else held.copy_(tensor)
+
+    def _count(self, nbytes: int) -> None:
+        self.held += nbytes
+        self.most = max(self.most, self.held)
 
 
 def test_moments_in_8_bits_take_a_quarter_and_step_as_those_of_32_do() -> None:
