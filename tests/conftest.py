@@ -33,6 +33,16 @@ structlog.configure(
 )
 
 
+@pytest.fixture(autouse=True)
+def logging_stays() -> Iterator[None]:
+    """A command that is called in this process must not set up logging: loggers keep its stream, which is closed later, and
+    code under test ends at its next line to the log."""
+    yield
+    if structlog.get_config()["cache_logger_on_first_use"]:
+        structlog.configure(cache_logger_on_first_use=False)
+        pytest.fail("logging was set up for the whole process: replace services.cli.configure_logging in this test")
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -26,6 +27,21 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
+
+
+@pytest.fixture
+def repeated() -> Iterator[None]:
+    """Kernels that give the same bytes each time; else gradients of attention and of embeddings are summed as they come."""
+    repeat_exactly()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def allocated() -> int:
+    """Bytes of tensors on the device; those of earlier tests are gone."""
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
 
 
 def a_learner(layers: int = 2, hidden_size: int = 128, **settings: Any) -> Learner:
@@ -73,15 +89,15 @@ def test_gradients_in_bfloat16_are_as_near_as_those_of_a_model_in_bfloat16() -> 
     assert errors[0] <= 2 * errors[1]
 
 
+@pytest.mark.usefixtures("repeated")
 @pytest.mark.parametrize("offload", [False, True])
 def test_checkpointed_layers_take_less_memory_and_give_the_same_gradients(offload: bool) -> None:
     found = {}
     for which in ("none", "full"):
         learner = a_learner(8, 256, activation_checkpointing=which, activation_offload=offload and which == "full")
         batch = a_batch(learner, groups=128)
-        torch.cuda.synchronize()
+        before = allocated()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         learner.gradient(batch, learner.proximals([batch])[0])
         peak = torch.cuda.max_memory_allocated() - before
         found[which] = peak, [weight.grad.clone() for weight in learner.model.parameters() if weight.grad is not None]
@@ -90,14 +106,15 @@ def test_checkpointed_layers_take_less_memory_and_give_the_same_gradients(offloa
         torch.testing.assert_close(again, kept, rtol=1e-2, atol=1e-3 * float(kept.abs().max()))
 
 
+@pytest.mark.usefixtures("repeated")
 def test_optimizer_state_in_host_memory_gives_the_same_bytes() -> None:
     ends, held = [], []
     for offload in (False, True):
         learner = a_learner(4, 256, optimizer=OptimizerSettings(offload=offload))
-        before = torch.cuda.memory_allocated()
+        before = allocated()
         for _ in range(2):
             learner.step(a_batch(learner))
-        held.append(torch.cuda.memory_allocated() - before)
+        held.append(allocated() - before)
         ends.append(learner)
     plain, offloaded = ends
     for name, weight in plain.weights().items():
@@ -116,10 +133,10 @@ def test_moments_in_8_bits_take_a_quarter_of_the_memory_and_train_alike(offload:
         )
         learner = a_learner(4, 256, optimizer=chosen)
         first = {name: weight.clone() for name, weight in learner.weights().items()}
-        before = torch.cuda.memory_allocated()
+        before = allocated()
         for seed in range(4):
             learner.step(a_batch(learner, seed=seed))
-        held.append(torch.cuda.memory_allocated() - before)
+        held.append(allocated() - before)
         ends.append(torch.cat([(weight - first[name]).flatten() for name, weight in learner.weights().items()]))
     assert held[1] < held[0] / (10 if offload else 3)
     assert float((ends[1] - ends[0]).norm() / ends[0].norm()) < 0.1
@@ -133,15 +150,12 @@ def test_adapters_on_a_gpu_are_published_merged() -> None:
     assert moved and all("proj" in name for name in moved)
 
 
+@pytest.mark.usefixtures("repeated")
 def test_deterministic_kernels_repeat_a_step_byte_for_byte() -> None:
-    repeat_exactly()
-    try:
-        first = a_learner()
-        second = Learner(copy.deepcopy(first.model), first.settings)
-        for learner in (first, second):
-            for _ in range(3):
-                learner.step(a_batch(learner))
-        for name, weight in first.weights().items():
-            assert torch.equal(weight, second.weights()[name]), name
-    finally:
-        torch.use_deterministic_algorithms(False)
+    first = a_learner()
+    second = Learner(copy.deepcopy(first.model), first.settings)
+    for learner in (first, second):
+        for _ in range(3):
+            learner.step(a_batch(learner))
+    for name, weight in first.weights().items():
+        assert torch.equal(weight, second.weights()[name]), name

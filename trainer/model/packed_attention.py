@@ -126,6 +126,10 @@ def _of_rows(
     if fits_varlen and queries.is_cuda and queries.dtype in (torch.float16, torch.bfloat16):
         return _in_one_kernel(queries, keys, values, packed_row, scaling, sliding_window)
     heads = _Heads(queries.shape[1] // keys.shape[1])
+    if queries.is_cuda and queries.dtype == torch.float32 and s_aux is None:
+        # No kernel of a GPU shares heads of keys in float32: torch would write out all scores, 34 times the memory.
+        keys, values = (tensor.repeat_interleave(heads.num_key_value_groups, dim=1) for tensor in (keys, values))
+        heads = _Heads(1)
     before = (0,) * len(packed_row.runs) if shared is None else shared.before
     own = [length * count for length, count in packed_row.runs]
     seen = [(length + stem) * count for (length, count), stem in zip(packed_row.runs, before, strict=True)]

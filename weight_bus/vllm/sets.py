@@ -28,7 +28,12 @@ Tensors = dict[str, torch.Tensor]
 SPARSE_SHARE = 0.1
 """Bytes of changed words, of those of all weights, that are held on the device; of more, all are copied as for pinned."""
 CHUNK_BYTES = 64 << 20
-"""Of a weight, compared at a time."""
+"""That comparing takes at a time, besides what it finds."""
+_COMPARED_BYTES = 16
+"""For a word of 2 bytes that changed: itself, whether it changed, its place in 8 bytes and in 4."""
+LARGE_BYTES = 1 << 20
+"""Of a weight: such ones are copied one by one, which on an H100 is a quarter faster than one kernel over all (2.9 against
+2.3 TB/s read and written); smaller ones together, because each call costs microseconds."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -132,6 +137,9 @@ class CopiedSets:
         self.live: Tensors = {name: parameter.data for name, parameter in parameters.items()}
         self.spare: Tensors = _copies(self.live)
         self._before = _host_copies(self.live)
+        pairs = [(live, self.spare[name]) for name, live in self.live.items()]
+        self._large = [pair for pair in pairs if pair[0].nbytes >= LARGE_BYTES]
+        self._small = [pair for pair in pairs if pair[0].nbytes < LARGE_BYTES]
 
     @property
     def held(self) -> Held:
@@ -142,7 +150,10 @@ class CopiedSets:
 
     def flip(self) -> None:
         with torch.no_grad():
-            torch._foreach_copy_(list(self.live.values()), list(self.spare.values()))
+            for live, spare in self._large:
+                live.copy_(spare, non_blocking=True)
+            if self._small:
+                torch._foreach_copy_(*map(list, zip(*self._small, strict=True)))
         _settle(self.live)
 
     def flip_back(self) -> None:
@@ -204,16 +215,19 @@ class MirroredSets:
             if not live.is_contiguous():
                 return None
             served, staged = _words(live), _words(self.spare[name])
-            step = max(1, self._chunk_bytes // served.element_size())
-            places, values = [], []
+            step = max(1, self._chunk_bytes // _COMPARED_BYTES)
+            places, values, own = [], [], 0
             for start in range(0, served.numel(), step):
                 new = staged[start : start + step].to(served.device)
-                changed = (new != served[start : start + step]).nonzero().flatten()
-                taken += changed.numel() * (4 + served.element_size())
-                if taken > limit:
+                differ = new != served[start : start + step]
+                own += int(differ.count_nonzero()) * (4 + served.element_size())
+                # Twice: a weight's parts are joined below.
+                if taken + 2 * own > limit:
                     return None
-                places.append((changed + start).to(torch.int32 if served.numel() < 1 << 31 else torch.int64))
-                values.append(new[changed])
+                changed = differ.nonzero().flatten()
+                places.append(changed.add_(start).to(torch.int32 if served.numel() < 1 << 31 else torch.int64))
+                values.append(new[changed.sub_(start)])
+            taken += own
             found[name] = torch.cat(places), torch.cat(values)
         return found
 

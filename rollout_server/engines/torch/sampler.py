@@ -204,7 +204,8 @@ def _invert(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The first place where the cumulative probability exceeds the uniform number: never one of probability 0."""
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     places = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
-    return places.clamp_max(logprobs.shape[-1] - 1)
+    # Not `clamp_max`: a recorded size is a tensor of the host's memory, which it does not take for places on a GPU.
+    return places.minimum(torch.full_like(places, logprobs.shape[-1] - 1))
 
 
 def _pair(tokens: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:

@@ -128,7 +128,10 @@ def test_text_that_nobody_chose_is_told_apart(own: Path) -> None:
     assert not make_task("running-sums").assumed
 
 
-def test_a_task_is_looked_at_without_any_server(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_is_looked_at_without_any_server(
+    own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.cli.configure_logging", lambda *_, **__: None)
     task = f"python:{own}:doubling"
     assert ROLLMESH.run(["run-environment", "--check", "--task", task]) == 0
     assert capsys.readouterr().out == "the task can be made: doubling, speaks plain text\n"
