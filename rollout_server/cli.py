@@ -64,7 +64,7 @@ def rollout_server(
 
     begin_again_with_tunables()
 
-    from services.config.checks import check_engine
+    from services.config.checks import check_dtype, check_engine
     from services.host.engine_choice import choose_engine
     from services.host.process import heavy_imports
     from services.host.vllm_arguments import check_arguments
@@ -89,6 +89,7 @@ def rollout_server(
     name = _chosen(engine or choose_engine(settings.engine), url, engine_key_file)
     # Before anything slow.
     check_engine(settings, name)
+    check_dtype(settings)
     set_wire(settings.weights)
     check_arguments(settings.rollout.vllm.arguments())
     bus_key = keys.peer if bus_key_file is None else read_key(bus_key_file)

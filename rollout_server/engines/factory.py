@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from rollout_server.engines.base import Engine
-from services.config.checks import check_engine
+from services.config.checks import check_dtype, check_engine
 from services.config.settings import RunSettings
 from services.host.vllm_arguments import check_arguments
 from services.security.tls import PUBLIC, Trust
@@ -40,6 +40,7 @@ def make_engine(
     `check_arguments` do.
     """
     check_engine(settings, name)
+    check_dtype(settings)
     check_arguments(settings.rollout.vllm.arguments())
     if name == "http":
         return _http_engine(model, run_id, settings, url, key, trust)

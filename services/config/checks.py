@@ -97,6 +97,16 @@ def check_engine(settings: RunSettings, engine: str) -> None:
         raise UsageError("weights.packed=false is not read by engine torch", "leave it out, or use --engine vllm")
 
 
+def check_dtype(settings: RunSettings) -> None:
+    """Raises UsageError for a serving dtype that cannot be. When `model.dtype` has been chosen for the machine."""
+    quantization = settings.rollout.vllm.quantization
+    if quantization is not None and settings.model.dtype == "float32":
+        raise UsageError(
+            f"rollout.vllm.quantization={quantization} cannot be with model.dtype=float32: vLLM quantises bfloat16 weights",
+            "set model.dtype=bfloat16",
+        )
+
+
 def _refuse_adapters_of_nobody(settings: RunSettings) -> None:
     weights, rank = settings.weights, settings.trainer.lora.rank
     if weights.publish != "adapter":

@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from services.config.base import changed_fields
-from services.config.checks import check_engine
+from services.config.checks import check_dtype, check_engine
 from services.config.fitting import annotated, as_begun, fit, read_facts
 from services.config.load import dump_settings, load_settings
 from services.config.model_folder import read_model_files
@@ -142,6 +142,7 @@ async def preflight(
         await _check_surroundings(settings, keys)
         return _looked_at(settings, warnings)
     settings, found = fitted(settings)
+    check_dtype(settings)
     await _check_surroundings(settings, keys)
     settings = settings.model_copy(update={"engine": engine})
     with refused_as("memory"):

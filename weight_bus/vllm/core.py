@@ -54,8 +54,11 @@ def install() -> None:
     EngineCore.rollmesh_commit = commit
     EngineCore.rollmesh_rollback = rollback
     EngineCore.rollmesh_digest = digest
+    # Imported here: they bring torch.
+    from weight_bus.vllm.quantised import keep_plain_weights
+
+    keep_plain_weights()
     if current_platform.is_cpu():
-        # Imported here: it brings torch.
         from weight_bus.vllm.experts import keep_experts_beside_adapters, keep_experts_live
 
         keep_linears_live()

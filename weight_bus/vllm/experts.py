@@ -19,6 +19,7 @@ from torch import nn
 
 from weight_bus.errors import StageError
 from weight_bus.receiver.slices import Slice
+from weight_bus.vllm.quantised import plain_of
 
 GATE_AND_UP, DOWN = "w13_weight", "w2_weight"
 _AS_LOADED = ("TRITON", "BATCHED_TRITON", "CPU")
@@ -76,6 +77,8 @@ def _slice(view: torch.Tensor, dim: int, sizes: Any, *, here: bool, spread: bool
 
 
 def _check_as_loaded(name: str, module: Any) -> None:
+    if plain_of(module) is not None:
+        return
     backend = getattr(module.quant_method, "unquantized_backend", None)
     if backend is None:
         raise StageError(

@@ -115,7 +115,7 @@ class SwappedSets:
 
     @property
     def held(self) -> Held:
-        return Held(_bytes_of(self.spare))
+        return Held(bytes_of(self.spare))
 
     def keep(self) -> None:
         """What was served is the spare set afterwards."""
@@ -136,14 +136,14 @@ class CopiedSets:
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self.live: Tensors = {name: parameter.data for name, parameter in parameters.items()}
         self.spare: Tensors = _copies(self.live)
-        self._before = _host_copies(self.live)
+        self._before = host_copies(self.live)
         pairs = [(live, self.spare[name]) for name, live in self.live.items()]
         self._large = [pair for pair in pairs if pair[0].nbytes >= LARGE_BYTES]
         self._small = [pair for pair in pairs if pair[0].nbytes < LARGE_BYTES]
 
     @property
     def held(self) -> Held:
-        return Held(_bytes_of(self.spare), _bytes_of(self._before))
+        return Held(bytes_of(self.spare), bytes_of(self._before))
 
     def keep(self) -> None:
         _copy(self._before, self.live)
@@ -170,8 +170,8 @@ class MirroredSets:
         self, parameters: Mapping[str, torch.nn.Parameter], *, sparse: bool, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
         self.live: Tensors = {name: parameter.data for name, parameter in parameters.items()}
-        self.spare: Tensors = _host_copies(self.live)
-        self._mirror = _host_copies(self.live)
+        self.spare: Tensors = host_copies(self.live)
+        self._mirror = host_copies(self.live)
         self._sparse, self._chunk_bytes = sparse, chunk_bytes
         self._changes: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None
         """Name → places and values of its changed words, on the device. None: all is copied."""
@@ -181,12 +181,12 @@ class MirroredSets:
     @property
     def held(self) -> Held:
         changes = [tensor for pair in (self._changes or {}).values() for tensor in pair]
-        return Held(sum(tensor.nbytes for tensor in changes), _bytes_of(self.spare) + _bytes_of(self._mirror))
+        return Held(sum(tensor.nbytes for tensor in changes), bytes_of(self.spare) + bytes_of(self._mirror))
 
     def keep(self) -> None:
         self._changes = None
         if self._sparse:
-            with _beside(self.live):
+            with beside(self.live):
                 self._changes = self._find_changes()
 
     def flip(self) -> None:
@@ -237,7 +237,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(_WORDS[tensor.element_size()]).view(-1)
 
 
-def _bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
+def bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -247,7 +247,7 @@ def _copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 @torch.no_grad()
-def _host_copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+def host_copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """In memory that a device reads and writes by itself, where there is one."""
     pin = any(tensor.is_cuda for tensor in tensors.values())
     made = {
@@ -260,13 +260,13 @@ def _host_copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 @torch.no_grad()
 def _copy(into: Mapping[str, torch.Tensor], of: Mapping[str, torch.Tensor]) -> None:
-    with _beside(into if any(tensor.is_cuda for tensor in into.values()) else of):
+    with beside(into if any(tensor.is_cuda for tensor in into.values()) else of):
         for target, source in zip(into.values(), of.values(), strict=True):
             target.copy_(source, non_blocking=True)
 
 
 @contextmanager
-def _beside(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def beside(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """On a stream of its own, which is through at the end; what was begun before on the present one comes first."""
     device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
     if device is None:

@@ -7,7 +7,8 @@ vLLM fuses: `qkv_proj` holds the rows of `q_proj`, `k_proj` and `v_proj` one bel
     Hugging Face names        q_proj   k_proj   v_proj          row views into it
 
 The model class's `packed_modules_mapping` says which names a fused module holds; experts have a file of their own
-(`weight_bus.vllm.experts`). Of a tensor parallel engine, every rank has its slices. Only unquantised weights.
+(`weight_bus.vllm.experts`). Of a tensor parallel engine, every rank has its slices. Weights are those that are published:
+of layers that vLLM quantised when it loaded them, `weight_bus.vllm.quantised` makes the served form.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch import nn
 from weight_bus.errors import StageError
 from weight_bus.receiver.slices import Slice
 from weight_bus.vllm.experts import expert_views, is_experts
-from weight_bus.vllm.sets import ShadowMode, make_sets
+from weight_bus.vllm.quantised import QuantisedSets, check_layers, plain_weights, quantised_layers
+from weight_bus.vllm.sets import Sets, ShadowMode, make_sets
 
 
 class VllmWeights:
@@ -32,11 +34,18 @@ class VllmWeights:
 
     def __init__(self, model: torch.nn.Module, shadow: ShadowMode = "device", *, in_place: bool | None = None) -> None:
         parameters = dict(model.named_parameters())
+        quantised = quantised_layers(model)
         # Before memory is taken for it.
-        views = list(hugging_face_views(model, {name: parameter.data for name, parameter in parameters.items()}))
+        check_layers(quantised)
+        views = list(hugging_face_views(model, published_form(parameters, quantised)))
         self.slices = {name: part for name, _, part in views if part is not None}
         """The part that this rank has, of tensors that are split over ranks."""
-        self.sets = make_sets(parameters, shadow, in_place=in_place)
+        # A kernel of experts remembers its scales.
+        stay = True if any(is_experts(layer) for layer in quantised.values()) else in_place
+        self.sets: Sets = make_sets(parameters, shadow, in_place=stay)
+        self._quantised = QuantisedSets(quantised, self.sets) if quantised else None
+        if self._quantised is not None:
+            self.sets = self._quantised
         self._model = model
         self._views: dict[int, Mapping[str, torch.Tensor]] = {}
         for storage in (self.sets.live, self.sets.spare):
@@ -64,6 +73,11 @@ class VllmWeights:
     def flip_back(self) -> None:
         self.sets.flip_back()
 
+    def check_served(self) -> None:
+        """Raise StageError where what is served is not what was made of the version. Not on the thread that decodes."""
+        if self._quantised is not None:
+            self._quantised.check_served()
+
     def _views_of(self, storage: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Made once for each set: sets live as long as this."""
         found = self._views.get(id(storage))
@@ -71,6 +85,16 @@ class VllmWeights:
             found = {name: tensor for name, tensor, _ in hugging_face_views(self._model, storage)}
             self._views[id(storage)] = found
         return found
+
+
+def published_form(
+    parameters: Mapping[str, torch.nn.Parameter], quantised: Mapping[str, nn.Module]
+) -> dict[str, torch.Tensor]:
+    """A model's weights as they are published: of `quantised` layers those that were loaded."""
+    found = {name: one.data for name, one in parameters.items() if name.rpartition(".")[0] not in quantised}
+    for name, layer in quantised.items():
+        found |= {f"{name}.{leaf}": tensor for leaf, tensor in plain_weights(layer).tensors.items()}
+    return found
 
 
 def hugging_face_views(
@@ -134,7 +158,7 @@ def check_linears_are_live(model: torch.nn.Module) -> None:
         nothing = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
         found = product(torch.ones(1, weight.shape[-1], dtype=weight.dtype), nothing, None)
         if bool(found.count_nonzero()):
-            raise StageError(f"{name} computes with a packed copy of its weight", "set weights.dtype=float32")
+            raise StageError(f"{name} computes with a packed copy of its weight", "set model.dtype=float32")
 
 
 # How vLLM splits weights over tensor parallel ranks, as its own weight loaders do; read off the layers' attributes, vLLM

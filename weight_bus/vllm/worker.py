@@ -20,7 +20,7 @@ import structlog
 import torch
 
 from services.wire.errors import ConflictError
-from services.wire.weights_api import CommitAnswer
+from services.wire.weights_api import CommitAnswer, DigestAnswer
 from weight_bus.manifest.adapter import AdapterPlan, Base
 from weight_bus.manifest.manifest import decode_manifest
 from weight_bus.memory.throttle import background_threads
@@ -30,6 +30,7 @@ from weight_bus.transports.select import make_readers
 from weight_bus.vllm.adapters import VllmAdapters, open_slot, slot_bytes
 from weight_bus.vllm.packing import PackedLayers
 from weight_bus.vllm.protocol import PACKED, SHADOW, Attached, Committed, Digest, Reply, Staged, encode_reply, failure
+from weight_bus.vllm.quantised import quantised_layers, quantising_bytes
 from weight_bus.vllm.sets import shadow_mode, update_bytes
 from weight_bus.vllm.weights import VllmWeights, check_linears_are_live
 
@@ -102,6 +103,12 @@ class Attachment:
         if self._repacks:
             self._packed.flip(version)
 
+    def digest(self) -> DigestAnswer:
+        """Of what is really served. Blocks."""
+        if isinstance(self.weights, VllmWeights):
+            self.weights.check_served()
+        return self.receiver.result().digest()
+
     def served(self) -> Receiver:
         """The receiver. Raises ConflictError until its readers are started: nothing can be staged yet."""
         if not self.receiver.done():
@@ -157,7 +164,8 @@ class RollmeshWorker:
         if self.vllm_config.lora_config is not None:
             return slot_bytes(model)
         parameters = dict(model.named_parameters())
-        return update_bytes(parameters, shadow_mode(os.environ.get(SHADOW, "device")))
+        sets = update_bytes(parameters, shadow_mode(os.environ.get(SHADOW, "device")))
+        return sets + quantising_bytes(quantised_layers(model))
 
     def rollmesh_attach(
         self,
@@ -206,7 +214,7 @@ class RollmeshWorker:
         """Hash what is really served, on a thread."""
 
         def hashed() -> Reply:
-            return Digest(result=self._attached().receiver.result().digest())
+            return Digest(result=self._attached().digest())
 
         return self._attached().threads.submit(_reply, hashed)
 

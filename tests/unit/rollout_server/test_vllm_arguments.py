@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollout_server.engines.vllm.arguments import Plan, Platform, arguments, command_line, environment
-from services.config.checks import check_engine
+from services.config.checks import check_dtype, check_engine
 from services.config.engines.vllm import REFUSED, VllmSettings
 from services.config.load import dump_settings, load_settings
 from services.config.settings import RunSettings
@@ -174,6 +174,14 @@ def test_a_section_that_its_engine_does_not_read_is_refused() -> None:
         check_engine(settings, "torch")
     with pytest.raises(UsageError, match=r"weights\.packed=false is not read by engine torch"):
         check_engine(load_settings(None, ["weights.packed=false"]), "torch")
+
+
+def test_weights_that_vllm_quantises_are_bfloat16() -> None:
+    settings = load_settings(None, ["rollout.vllm.quantization=fp8_per_channel"])
+    with pytest.raises(UsageError, match=r"quantization=fp8_per_channel cannot be with model\.dtype=float32"):
+        check_dtype(settings)
+    check_dtype(settings.model_copy(update={"model": settings.model.model_copy(update={"dtype": "bfloat16"})}))
+    check_dtype(RunSettings())
 
 
 def test_settings_keep_what_they_do_not_know(tmp_path: Path) -> None:
