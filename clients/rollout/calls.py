@@ -21,8 +21,6 @@ from services.wire import rollout_api, session_api
 from services.wire.errors import WireError
 from services.wire.gateway_api import CALL_HEADER
 
-TURN_TIMEOUT_S = 120.0
-"""Longest wait for one answer; above it the server is taken for lost."""
 CALL_TIMEOUT_S = 15.0
 LEASE_TIMEOUT_S = 2.0
 """For a runner's heartbeat: a later one must still come in time."""
@@ -60,9 +58,11 @@ def open_group(body: rollout_api.OpenGroup, name: str | None = None) -> Call[rol
     return Call("POST", "/groups", _json(body), rollout_api.GroupOpened.model_validate_json, timeout_s, name)
 
 
-def take_turns(group_id: str, body: rollout_api.TakeTurns) -> Call[rollout_api.TurnsTaken]:
+def take_turns(
+    group_id: str, body: rollout_api.TakeTurns, within_s: float = rollout_api.TURN_LEAST_S
+) -> Call[rollout_api.TurnsTaken]:
     path = f"{_group(group_id)}/turns"
-    return Call("POST", path, _json(body), rollout_api.TurnsTaken.model_validate_json, TURN_TIMEOUT_S, new_call_name())
+    return Call("POST", path, _json(body), rollout_api.TurnsTaken.model_validate_json, within_s, new_call_name())
 
 
 def finish_group(group_id: str, body: rollout_api.FinishGroup) -> Call[rollout_api.GroupFinished]:

@@ -71,9 +71,14 @@ class RolloutClient:
         """
         return await self._transport.call(calls.open_group(body, name))
 
-    async def take_turns(self, group_id: str, body: rollout_api.TakeTurns) -> rollout_api.TurnsTaken:
-        """Append texts to sessions and generate an answer in each: once, however often the call has to be sent."""
-        return await self._transport.call(calls.take_turns(group_id, body))
+    async def take_turns(
+        self, group_id: str, body: rollout_api.TakeTurns, within_s: float = rollout_api.TURN_LEAST_S
+    ) -> rollout_api.TurnsTaken:
+        """Append texts to sessions and generate an answer in each: once, however often the call has to be sent.
+
+        `within_s`: the group's `turn_within_s`; a server that has not answered by then is taken for lost.
+        """
+        return await self._transport.call(calls.take_turns(group_id, body, within_s))
 
     async def finish_group(self, group_id: str, body: rollout_api.FinishGroup) -> rollout_api.GroupFinished:
         """Hand in the rewards; the trajectories are published exactly once, however often this is repeated."""

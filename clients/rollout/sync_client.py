@@ -51,8 +51,10 @@ class SyncRolloutClient:
     def open_group(self, body: rollout_api.OpenGroup, name: str | None = None) -> rollout_api.GroupOpened:
         return self._call(calls.open_group(body, name))
 
-    def take_turns(self, group_id: str, body: rollout_api.TakeTurns) -> rollout_api.TurnsTaken:
-        return self._call(calls.take_turns(group_id, body))
+    def take_turns(
+        self, group_id: str, body: rollout_api.TakeTurns, within_s: float = rollout_api.TURN_LEAST_S
+    ) -> rollout_api.TurnsTaken:
+        return self._call(calls.take_turns(group_id, body, within_s))
 
     def finish_group(self, group_id: str, body: rollout_api.FinishGroup) -> rollout_api.GroupFinished:
         return self._call(calls.finish_group(group_id, body))

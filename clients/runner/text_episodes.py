@@ -61,7 +61,8 @@ async def play_group(
     played: list[Played] = []
     judging: dict[str, Judging] = {}
     while turns:
-        taken = await client.take_turns(group.group_id, TakeTurns(turns=turns, return_token_ids=evaluating))
+        asked = TakeTurns(turns=turns, return_token_ids=evaluating)
+        taken = await client.take_turns(group.group_id, asked, group.turn_within_s)
         if len(taken.results) != len(turns):
             raise WireError(f"{client.url} answered {len(taken.results)} turns of {len(turns)}")
         turns = []

@@ -10,19 +10,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from services.config.model_folder import weight_file_bytes
+from services.policies.training.deadlines import SLACK, within
 from services.security.tls import PUBLIC, Trust
 from services.wire import weights_api
 from services.wire.error_answer import typed_error
 from services.wire.errors import DeadlineError, RollmeshError, WireError
 
 CALL_TIMEOUT_S = 30.0
-SNAPSHOT_TIMEOUT_S = 600.0
-"""The bus hashes the whole folder before it answers."""
+SNAPSHOT_LEAST_S = 600.0
+"""The bus hashes the whole folder, or has every engine hash what it serves, before it answers: more for more bytes."""
 _POLL_S = 20.0
 _SILENCE_S = 20.0
 """The bus says something every five seconds, if only that it lives."""
@@ -71,7 +74,8 @@ class WeightsClient:
         `hold`: stage only, until `commit`.
         """
         order = weights_api.PushSnapshot(folder=folder, version=version, hold=hold)
-        return self._call(weights_api.UpdateView, "POST", "/v1/snapshots", order, timeout_s=SNAPSHOT_TIMEOUT_S)
+        within_s = within(SNAPSHOT_LEAST_S, weight_file_bytes(Path(folder)))
+        return self._call(weights_api.UpdateView, "POST", "/v1/snapshots", order, timeout_s=within_s)
 
     def wait(self, version: int, deadline_s: float) -> weights_api.UpdateView:
         """Wait until an update has settled or is held. Raises DeadlineError when it is neither by then."""
@@ -100,7 +104,10 @@ class WeightsClient:
     def verify(self, *, canary: bool = True) -> weights_api.VerifyView:
         """Have every engine hash what it serves, and generate a few tokens greedily."""
         order = weights_api.VerifyOrder(canary=canary)
-        return self._call(weights_api.VerifyView, "POST", "/v1/verify", order, timeout_s=SNAPSHOT_TIMEOUT_S)
+        nbytes = max((version.nbytes for version in self.versions().versions), default=0)
+        # The bus itself waits four times as long as an engine that is slow has taken so far.
+        within_s = within(SNAPSHOT_LEAST_S, int(SLACK * nbytes))
+        return self._call(weights_api.VerifyView, "POST", "/v1/verify", order, timeout_s=within_s)
 
     def pause(self, mode: weights_api.PauseMode = "keep") -> weights_api.FleetAnswer:
         return self._call(weights_api.FleetAnswer, "POST", "/v1/pause", weights_api.PauseOrder(mode=mode))

@@ -22,6 +22,7 @@ from rollout_server.lifecycle.runners import RunnerWatch
 from rollout_server.lifecycle.takeover import Takeover
 from rollout_server.sessions.access import Access
 from rollout_server.sessions.group import GroupRegistry
+from services.policies.training.deadlines import answered_within
 from services.run_store.ledger import Ledger
 from services.run_store.status import EvaluationStore
 from services.wire import rollout_api
@@ -52,6 +53,7 @@ def group_routes(
         access().require_agent(request)
         check_taking_calls()
         group = await while_connected(request, opener().open_group(call, call_name(request)))
+        most = 0 if group.sampling is None else group.sampling.max_tokens
         return answer(
             rollout_api.GroupOpened(
                 group_id=group.group_id,
@@ -59,6 +61,7 @@ def group_routes(
                 session_ids=list(group.sessions),
                 api_keys=[access().keys.issue(name) for name in group.sessions],
                 policy_version=engine.policy_version,
+                turn_within_s=answered_within(rollout_api.TURN_LEAST_S, most),
             ),
             status_code=201,
         )

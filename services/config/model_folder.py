@@ -64,3 +64,11 @@ def _why(error: Exception) -> str:
     if isinstance(error, OSError):
         return str(error.strerror)
     return f"it cannot be read ({next(iter(str(error).splitlines()), type(error).__name__)})"
+
+
+def weight_file_bytes(folder: Path) -> int:
+    """Of a model folder's weights; 0 where there are none, or they cannot be looked at from here."""
+    try:
+        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    except OSError:
+        return 0

@@ -10,6 +10,8 @@ import json
 import signal
 import sys
 import tempfile
+from asyncio.subprocess import Process
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +21,12 @@ from services.config.load import dump_settings, load_settings
 from services.config.settings import RunSettings
 from services.config.training.algorithm import AdvantageSettings, LossSettings
 from services.config.training.teacher import TeacherSettings
-from services.host.aio import to_its_end
+from services.host.aio import telling, to_its_end
 from services.host.commands import OURS
 from services.host.files import shm_directory, shm_prefix, write_whole
 from services.host.process import missing_tunables
 from services.host.run_folder import RunFolder
+from services.policies.training.deadlines import within
 from services.policies.training.evaluation import evaluation_of
 from services.security.keys import NO_PLACES
 from services.supervisor.devices import environments_here
@@ -32,10 +35,11 @@ from services.supervisor.mesh import STOP_DEADLINE_S
 from services.supervisor.plane import run_plane, until_stopped
 from services.supervisor.preflight import in_line, preflight
 from services.supervisor.processes import ManagedProcess, Reaper
-from services.wire.errors import RollmeshError, UsageError
+from services.supervisor.stopping import checkpoint_bytes
+from services.wire.errors import DeadlineError, RollmeshError, UsageError
 from services.wire.rollout_api import Evaluation, EvaluationAnswers
 
-_EXPORT_WITHIN_S = 3600.0
+EXPORT_LEAST_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -117,16 +121,33 @@ async def _settings(asked: Asked, scratch: Path, say: Console) -> RunSettings:
     process = await asyncio.create_subprocess_exec(
         *command, *([] if version is None else ["--at", version]), stdout=asyncio.subprocess.DEVNULL
     )
+    code = await exported(process, checkpoint_bytes(folder.checkpoints, None), say.print)
+    if code:
+        raise UsageError(f"no checkpoint of {folder.root} could be exported", "see what is said above")
+    return _alone(load_settings(folder.config, [*asked.overrides, f"model.path={json.dumps(str(model))}"]), scratch)
+
+
+async def exported(process: Process, nbytes: int, say: Callable[[str], None]) -> int:
+    """The exit code of a process that exports a checkpoint of so many bytes. What it has taken so far is said meanwhile.
+
+    Raises DeadlineError where it does not end in time; it is killed then.
+    """
+    within_s = within(EXPORT_LEAST_S, nbytes)
+
+    def tell(passed_s: float) -> None:
+        say(f"exporting {nbytes / 1e9:.1f} GB: {passed_s:.0f} s so far, it has {within_s:.0f} s")
+
     try:
-        async with asyncio.timeout(_EXPORT_WITHIN_S):
-            code = await process.wait()
+        async with asyncio.timeout(within_s):
+            return await telling(process.wait(), tell)
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"the export of {nbytes / 1e9:.1f} GB did not end within {within_s:.0f} s", "is the disk stuck?"
+        ) from error
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if code:
-        raise UsageError(f"no checkpoint of {folder.root} could be exported", "see what is said above")
-    return _alone(load_settings(folder.config, [*asked.overrides, f"model.path={json.dumps(str(model))}"]), scratch)
 
 
 def _alone(settings: RunSettings, scratch: Path) -> RunSettings:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from services.config.model_folder import weight_file_bytes
 from services.host.aio import telling
 from services.host.files import LineTail
 from services.host.run_folder import RunFolder
@@ -42,7 +43,7 @@ def checkpoint_bytes(checkpoints: Path, model: Path | None) -> int:
     largest = max((_bytes_of(each) for each in checkpoints.glob("step-*")), default=0)
     if largest or model is None:
         return largest
-    return _GROWS * sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    return _GROWS * weight_file_bytes(model)
 
 
 def in_words(passed_s: float, within_s: float, folder: RunFolder, model: Path | None) -> str:

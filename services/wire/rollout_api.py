@@ -65,6 +65,8 @@ class SamplingLimits(SamplingFields, Body):
     max_tokens: int | None = Field(default=None, ge=1, le=1 << 20)
 
 
+TURN_LEAST_S = 120.0
+"""For a client to wait for a turn, where its answers are short; above it the server is taken for lost."""
 LARGEST_MIXTURE = 1000
 """Parts of all tasks together: in so many groups they stand in exact proportion."""
 
@@ -133,6 +135,8 @@ class GroupOpened(Body):
     api_keys: list[str]
     """Each session's own key: with it an OpenAI client speaks in that session (`/sessions/{id}/v1`)."""
     policy_version: int
+    turn_within_s: float = TURN_LEAST_S
+    """How long a client waits for a turn at the most: longer where an answer may have more tokens."""
 
 
 class Turn(Body):

@@ -30,7 +30,8 @@ _HERE, _PROGRESS, _WAY, _DONE = range(_COLUMNS)
 _HEAD_BYTES = mmap.PAGESIZE
 _STEPS = 32
 _FAILED = (1 << _STEPS) - 1
-_DEADLINE_S = 120.0
+SHARING_LEAST_S = 120.0
+"""For another rank to come to a step; more for one that has more bytes to work on."""
 _POLL_S = 0.0005
 _ATTEMPTS = 2
 """Of one call: a delta, and the dense bytes after it."""
@@ -52,7 +53,7 @@ class Way(IntEnum):
 class RankSharing:
     """One rank's end. `path`: a file of `sharing_bytes` zeros. Raises OSError where it cannot be opened."""
 
-    def __init__(self, path: Path, rank: int, ranks: int, deadline_s: float = _DEADLINE_S) -> None:
+    def __init__(self, path: Path, rank: int, ranks: int, deadline_s: float = SHARING_LEAST_S) -> None:
         self.rank, self.ranks = rank, ranks
         self._deadline_s = deadline_s
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

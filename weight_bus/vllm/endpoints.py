@@ -28,6 +28,7 @@ from typing import Annotated, Any, TypeVar, cast, get_args
 import structlog
 from fastapi import Depends, FastAPI, Header, Request, Response
 
+from services.config.model_folder import weight_file_bytes
 from services.http.app import error_answer
 from services.http.auth import Authorizer
 from services.policies.training.deadlines import within
@@ -187,7 +188,7 @@ class PlainEngine:
             settings.kv_policy,
             settings.keys.weights,
             settings.file_root,
-            deadline_s=_BYTES_S,
+            deadline_s=within(_BYTES_S, weight_file_bytes(Path(engine_client.vllm_config.model_config.model))),
         )
         self.ranks, self._hashed_within = attached.ranks, within(_BYTES_S, attached.total_bytes)
         _log.info(

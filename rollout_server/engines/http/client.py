@@ -132,8 +132,10 @@ class EngineClient:
         """Raises NotFoundError where the engine has no such route."""
         await self._send("POST", "/weights/rollback", _CALL_S, {"version": version})
 
-    async def checksums(self) -> dict[str, str]:
-        return (await self._call(_Checksums, "POST", "/weight_checker", _BYTES_S, {"action": "checksum"})).checksums
+    async def checksums(self, nbytes: int) -> dict[str, str]:
+        """`nbytes`: of the weights; 0 where it is not known."""
+        asked = {"action": "checksum"}
+        return (await self._call(_Checksums, "POST", "/weight_checker", within(_BYTES_S, nbytes), asked)).checksums
 
     async def generate(self, body: bytes) -> AsyncGenerator[EngineChunk, None]:
         """The chunks of one answer. Closing it closes the connection, which aborts the request there.

@@ -50,6 +50,8 @@ class Updates:
         self._go_on = go_on
         self._turn = asyncio.Lock()
         self._staged: int | None = None
+        self._nbytes = 0
+        """Of the last version that was offered."""
 
     @property
     def busy(self) -> bool:
@@ -65,9 +67,9 @@ class Updates:
         if not traits.operated:
             raise StageError(f"the engine at {self._client.url} has no routes for new weights", _REMEDY)
         async with self._turn:
-            started, self._staged = time.monotonic(), None
+            started, self._staged, self._nbytes = time.monotonic(), None, decoded.layout.total_bytes
             try:
-                await self._client.stage(manifest, self._run_id, self._transport, decoded.layout.total_bytes)
+                await self._client.stage(manifest, self._run_id, self._transport, self._nbytes)
             except NotReadyError:
                 raise
             except RollmeshError as error:
@@ -132,7 +134,7 @@ class Updates:
 
     async def digest(self) -> str:
         """Raises NotFoundError where the engine does not tell it."""
-        root = (await self._client.checksums()).get("root")
+        root = (await self._client.checksums(self._nbytes)).get("root")
         if root is None:
             raise NotFoundError(
                 f"the engine at {self._client.url} tells a checksum a tensor, not the manifest's root digest",

@@ -7,6 +7,8 @@
 | a batch                | `trainer.batch_timeout_s` | four times the longest wait for a batch so far                    |
 | a checkpoint           | an hour                   | its bytes                                                         |
 | a trainer's end        | `trainer.stop_timeout_s`  | four of its longest steps, and the bytes of a checkpoint          |
+| an export              | an hour                   | the bytes of the checkpoint                                       |
+| a turn of an episode   | two minutes               | its tokens, at two a second                                       |
 
 Bytes count with 100 MB/s (10 s a GB), the pace of a slow disk or of 1 Gbit/s. Where a slower pace was measured, a deadline
 is four times what that would take: whoever is late then is stuck, not slow.
@@ -19,6 +21,8 @@ from dataclasses import dataclass, field
 
 SLOWEST_PACE = 100e6
 """Bytes a second, where nothing was measured."""
+SLOWEST_TOKENS = 2.0
+"""Of one answer, a second."""
 SLACK = 4.0
 _REMEMBERED = 16
 
@@ -43,6 +47,11 @@ def batch_within(least_s: float, longest_s: float) -> float:
 def stopped_within(least_s: float, longest_step_s: float, checkpoint_bytes: int) -> float:
     """For a trainer to end its step and write a checkpoint. `longest_step_s`: of the steps so far; 0.0: none is known."""
     return least_s + SLACK * longest_step_s + checkpoint_bytes / SLOWEST_PACE
+
+
+def answered_within(least_s: float, tokens: int) -> float:
+    """For an answer of so many tokens at the most."""
+    return least_s + tokens / SLOWEST_TOKENS
 
 
 @dataclass

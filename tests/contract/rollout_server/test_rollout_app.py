@@ -41,6 +41,7 @@ async def test_a_group_becomes_trajectories_that_hold_exactly_what_was_sampled(h
     taken = await host.turns(group, "12=", "12=", "34=", return_token_ids=True)
     finished = await host.finish(group, 1.0, 0.0, 0.5)
     assert (taken.status_code, finished.status_code) == (200, 200)
+    assert group["turn_within_s"] == 132.0, "two minutes, and its 24 tokens, two a second"
 
     expected = [scripted(encode("12="), 0), scripted(encode("12="), 1), scripted(encode("34="), 0)]
     results = taken.json()["results"]

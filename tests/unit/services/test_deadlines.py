@@ -14,13 +14,16 @@ from services.host.run_folder import RunFolder
 from services.policies.training.deadlines import (
     SLOWEST_PACE,
     Pace,
+    answered_within,
     batch_within,
     settled_within,
     stopped_within,
     within,
 )
+from services.supervisor.evaluate import exported
 from services.supervisor.processes import Child, ManagedProcess, ProcessSpec, Reaper
 from services.supervisor.stopping import stop_trainer, trainer_within
+from services.wire.errors import DeadlineError
 from tests.support.quick_clock import quickly
 from tests.support.step_lines import step_line
 
@@ -69,6 +72,7 @@ def test_the_table_of_sizes() -> None:
     ]
     assert found == [(1, 30.0, 125.0, 300.0), (8, 160.0, 645.0, 1140.0), (70, 1400.0, 5605.0, 8580.0)]
     assert (batch_within(120.0, 10.0), batch_within(120.0, 300.0)) == (120.0, 1200.0)
+    assert [answered_within(120.0, tokens) for tokens in (16, 4096)] == [128.0, 2168.0]
 
 
 class SlowChild:
@@ -88,6 +92,22 @@ class SlowChild:
             await asyncio.sleep(self.takes_s)
             self.returncode = 0
         return self.returncode
+
+    def kill(self) -> None:
+        self.returncode = -9
+
+
+def export(takes_s: float, nbytes: int, told: list[str]) -> tuple[int, float]:
+    """The exit code of an export that takes so long, and when it was there."""
+    return quickly(lambda: exported(SlowChild(takes_s), nbytes, told.append))  # type: ignore[arg-type]
+
+
+def test_an_export_of_a_large_checkpoint_has_its_time_and_is_told_of() -> None:
+    told: list[str] = []
+    assert export(7000.0, 800 * GB, told) == (0, 7000.0)
+    assert told[0] == "exporting 800.0 GB: 30 s so far, it has 8000 s"
+    with pytest.raises(DeadlineError, match=r"the export of 0\.1 GB did not end within 3600 s"):
+        export(7000.0, GB // 10, told)
 
 
 class Trainer(Child):

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -41,6 +42,8 @@ from rollout_server.engines.torch.process.link import (
     Submit,
     encode_frame,
 )
+from services.config.model_folder import weight_file_bytes
+from services.policies.training.deadlines import within
 from services.wire.errors import DeadlineError, NotReadyError, RollmeshError
 from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
 
@@ -60,6 +63,7 @@ class CoreProcess:
     def __init__(self, settings: CoreSettings, start_within_s: float) -> None:
         """`start_within_s`: for the model to be loaded."""
         self._settings, self._start_within_s = settings, start_within_s
+        self._hashed_within = within(_LONG_S, weight_file_bytes(Path(settings.model)))
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._link: Link[FromCore] | None = None
@@ -127,7 +131,7 @@ class CoreProcess:
         await self._ask("decoding to resume", Resume(), type(None))
 
     async def stage(self, manifest: bytes) -> StageAnswer:
-        return await self._ask("weights to be staged", Stage(manifest), StageAnswer, _LONG_S)
+        return await self._ask("weights to be staged", Stage(manifest), StageAnswer, self._hashed_within)
 
     async def commit(self, version: int) -> CommitAnswer:
         return await self._ask(f"the commit of version {version}", Commit(version), CommitAnswer)
@@ -136,7 +140,7 @@ class CoreProcess:
         return await self._ask(f"the return to version {version}", Rollback(version), CommitAnswer)
 
     async def weights_digest(self) -> str:
-        return await self._ask("the digest of the weights", Digest(), str, _LONG_S)
+        return await self._ask("the digest of the weights", Digest(), str, self._hashed_within)
 
     def status(self) -> EngineStatus:
         """As the core told it last: at most a tenth of a second ago, and behind every answer and delta."""
