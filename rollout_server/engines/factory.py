@@ -71,6 +71,7 @@ def make_engine(
         shadow=settings.weights.shadow,
         packed=settings.weights.packed,
         adapter=adapter_plan(model, settings),
+        keep_experts=settings.rollout.routing_replay,
     )
 
 

@@ -76,10 +76,10 @@ def check_engine(settings: RunSettings, engine: str) -> None:
             f"rollout.vllm.{next(iter(given))} is not read by engine {engine}",
             "leave [rollout.vllm] out, or set engine=vllm",
         )
-    if settings.rollout.routing_replay and engine != "torch":
+    if settings.rollout.routing_replay and engine == "http":
         raise UsageError(
-            f"rollout.routing_replay: engine {engine} does not tell here which experts it chose",
-            "use engine torch, or leave it out",
+            "rollout.routing_replay: engine http does not tell which experts it chose",
+            "use engine torch or vllm, or leave it out",
         )
     _refuse_adapters(settings, engine)
     if engine != "torch":

@@ -93,18 +93,25 @@ def attach(
     key: str | None = None,
     file_root: str | None = None,
     adapter: tuple[int, str | list[str]] | None = None,
+    experts: bool = False,
 ) -> bytes:
     """Called once, before the first request. `key`: the run's weight key; None takes manifests unsigned.
 
     `file_root`: the folder that weight files may be read from. `adapter`: rank and targets, where adapters are served.
+    `experts`: whether samples tell which experts were chosen (`weight_bus.vllm.routing`).
     """
     try:
         _check_steps(core)
         core.rollmesh_kv = KvMemory(core, kv_policy)
+        if experts:
+            # Imported here: it brings torch.
+            from weight_bus.vllm.routing import take_experts
+
+            take_experts(core.scheduler)
     except RollmeshError as error:
         return protocol.encode_reply(protocol.failure(error))
     with _shared_by_ranks(core, run_id) as path:
-        arguments = (run_id, transport, key, file_root, path, adapter)
+        arguments = (run_id, transport, key, file_root, path, adapter, experts)
         return agree(core.model_executor.collective_rpc("rollmesh_attach", args=arguments))
 
 

@@ -19,18 +19,20 @@ import numpy as np
 import structlog
 import torch
 
+from services.policies.training.deadlines import within
 from services.wire.errors import ConflictError
 from services.wire.weights_api import CommitAnswer, DigestAnswer
 from weight_bus.manifest.adapter import AdapterPlan, Base
 from weight_bus.manifest.manifest import decode_manifest
 from weight_bus.memory.throttle import background_threads
-from weight_bus.receiver.rank_sharing import RankSharing
+from weight_bus.receiver.rank_sharing import SHARING_LEAST_S, RankSharing
 from weight_bus.receiver.receiver import Receiver
 from weight_bus.transports.select import make_readers
 from weight_bus.vllm.adapters import VllmAdapters, open_slot, slot_bytes
 from weight_bus.vllm.packing import PackedLayers
 from weight_bus.vllm.protocol import PACKED, SHADOW, Attached, Committed, Digest, Reply, Staged, encode_reply, failure
 from weight_bus.vllm.quantised import quantised_layers, quantising_bytes
+from weight_bus.vllm.routing import tell_experts
 from weight_bus.vllm.sets import shadow_mode, update_bytes
 from weight_bus.vllm.weights import VllmWeights, check_linears_are_live
 
@@ -175,12 +177,16 @@ class RollmeshWorker:
         file_root: str | None = None,
         shared: str | None = None,
         adapter: tuple[int, str | list[str]] | None = None,
+        experts: bool = False,
     ) -> bytes:
         """Build the views and start the readers. Called once, before the first request. `shared`: memory of all ranks;
-        `adapter`: rank and targets of the adapters that are served, None: whole weights are."""
+        `adapter`: rank and targets of the adapters that are served, None: whole weights are; `experts`: whether samples
+        tell which experts were chosen."""
 
         def attach() -> Reply:
             keep_seeds_of_unfinished_prompts(self.model_runner)
+            if experts:
+                tell_experts(self.model_runner)
             model, sharing, plan = self.model_runner.get_model(), self._sharing(shared), None
             if adapter is not None:
                 plan = AdapterPlan(*adapter, Path(self.vllm_config.model_config.model))
@@ -196,7 +202,10 @@ class RollmeshWorker:
         if path is None:
             return None
         try:
-            return RankSharing(Path(path), self.rank, self.vllm_config.parallel_config.world_size)
+            # A rank may still pack, or quantise, a version that was superseded.
+            total = sum(parameter.nbytes for parameter in self.model_runner.get_model().parameters())
+            deadline_s = within(SHARING_LEAST_S, total)
+            return RankSharing(Path(path), self.rank, self.vllm_config.parallel_config.world_size, deadline_s)
         except OSError as error:
             # As on another host: the ranks see that not all are here, and each reads everything.
             _log.warning("this rank reads all bytes of an update", rank=self.rank, why=str(error))

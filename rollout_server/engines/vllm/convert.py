@@ -7,12 +7,15 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest, PromptLogprobs
 from rollout_server.engines.request_check import MAX_TOP_LOGPROBS, check_request, reachable_stops
 from services.wire.errors import RollmeshError, UsageError
 from services.wire.packed import pack_kept
 from services.wire.sampling import KvPolicy
-from services.wire.trajectory import VersionSpan
+from services.wire.trajectory import ExpertChoices, VersionSpan
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -111,6 +114,21 @@ def prompt_logprobs(request: GenerationRequest, logprobs: Any) -> PromptLogprobs
             f"{len(request.prompt_token_ids)} tokens, or those of others"
         )
     return PromptLogprobs([logprobs.logprobs[start] for start in starts], [logprobs.ranks[start] for start in starts])
+
+
+def take_rows(chunks: list[npt.NDArray[Any]], count: int) -> npt.NDArray[Any] | None:
+    """The first `count` rows out of vLLM's own list, which keeps the others for its last output; None where it has none."""
+    if not chunks:
+        return None
+    rows: npt.NDArray[Any] = np.concatenate(chunks)
+    chunks[:] = [rows[count:]] if len(rows) > count else []
+    return rows[:count]
+
+
+def chosen_experts(rows: npt.NDArray[Any], computed: int) -> ExpertChoices:
+    """`rows`: of the last of `computed` tokens `[tokens, layers, top]`."""
+    tokens, layers, top = rows.shape
+    return ExpertChoices(layers, top, rows.dtype.itemsize, rows.tobytes(), computed - tokens)
 
 
 def to_delta(

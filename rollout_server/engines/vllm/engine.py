@@ -29,7 +29,7 @@ from rollout_server.engines.base import (
 from rollout_server.engines.request_check import MAX_TOP_LOGPROBS, eos_token_ids
 from rollout_server.engines.vllm import launch as vllm_launch
 from rollout_server.engines.vllm.arguments import Plan
-from rollout_server.engines.vllm.convert import prompt_logprobs, to_delta, vllm_parameters
+from rollout_server.engines.vllm.convert import chosen_experts, prompt_logprobs, take_rows, to_delta, vllm_parameters
 from rollout_server.engines.vllm.stats import StepMeter
 from services.config.settings import ShadowPlace
 from services.policies.training.deadlines import within
@@ -61,7 +61,8 @@ class VllmEngine:
     of its own where there are several. `given`: further engine arguments (`services.config.engines.vllm`).
     `shadow`: where a version is staged (`weight_bus.vllm.sets`); `packed`: whether packed copies are kept on a CPU
     (`weight_bus.vllm.packing`). `adapter`: versions are adapters of `model`, served by vLLM's own low-rank layers; None:
-    whole weights. `start_within_s`: for the loaded model to be attached and to generate once.
+    whole weights. `keep_experts`: which experts a mixture chooses is told of requests that ask for it. `start_within_s`:
+    for the loaded model to be attached and to generate once.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class VllmEngine:
         shadow: ShadowPlace = "device",
         packed: bool = True,
         adapter: AdapterPlan | None = None,
+        keep_experts: bool = False,
     ) -> None:
         self._plan = Plan(
             model=model,
@@ -96,6 +98,7 @@ class VllmEngine:
             given=given or {},
             adapter=adapter,
         )
+        self._keep_experts = keep_experts
         self._asked_for: Any = None
         """vLLM's name of the adapter that every request asks for."""
         self._start_within_s, self._shadow, self._packed = start_within_s, shadow, packed
@@ -169,6 +172,7 @@ class VllmEngine:
             self._weights_key,
             self._file_root,
             None if adapter is None else (adapter.rank, adapter.targets),
+            self._keep_experts,
             deadline_s=self._start_within_s,
         )
 
@@ -401,7 +405,7 @@ class VllmEngine:
 
     def _delta(self, request: GenerationRequest, internal_id: str, completion: Any, begin: int) -> GenerationDelta:
         sample_id = _sample_id(internal_id, request.n, completion.index)
-        return to_delta(
+        delta = to_delta(
             request.request_id,
             completion,
             self._version_starts(sample_id, completion),
@@ -412,6 +416,16 @@ class VllmEngine:
             request.resumed > 0,
             MAX_TOP_LOGPROBS if request.kept else 0,
         )
+        if not request.experts or not self._keep_experts:
+            return delta
+        # The newest token is yet to be computed; so was that of the delta before.
+        given = len(request.prompt_token_ids) - 1
+        told, computed = given + begin if begin else 0, given + begin + len(delta.token_ids)
+        rows = completion.routed_experts
+        if rows is None:
+            state = self._llm.output_processor.request_states.get(sample_id)
+            rows = None if state is None else take_rows(state.routed_experts_chunks, computed - told)
+        return delta if rows is None else replace(delta, experts=chosen_experts(rows, computed))
 
     def _version_starts(self, sample_id: str, completion: Any) -> Sequence[tuple[str, int]]:
         """(label, first token) of each version in a sample so far: on its last output, before that in vLLM's own books."""

