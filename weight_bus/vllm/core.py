@@ -45,6 +45,7 @@ def install() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     leave_room_for_updates(Executor)
     EngineCore.rollmesh_extend = extend
@@ -55,9 +56,9 @@ def install() -> None:
     EngineCore.rollmesh_rollback = rollback
     EngineCore.rollmesh_digest = digest
     # Imported here: they bring torch.
-    from weight_bus.vllm.quantised import keep_plain_weights
+    from weight_bus.vllm.quantised import keep_plain_weights_from_start
 
-    keep_plain_weights()
+    keep_plain_weights_from_start(WorkerWrapperBase)
     if current_platform.is_cpu():
         from weight_bus.vllm.experts import keep_experts_beside_adapters, keep_experts_live
 

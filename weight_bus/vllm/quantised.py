@@ -62,6 +62,23 @@ def quantised_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if plain_of(module) is not None}
 
 
+def keep_plain_weights_from_start(worker_kind: type[Any]) -> None:
+    """Have workers of this class begin with `keep_plain_weights`. Idempotent.
+
+    Before a worker has its device vLLM's layers cannot be imported: they ask for the device's operators.
+    """
+    original = worker_kind.init_device
+    if hasattr(original, _WRAPPED):
+        return
+
+    def init_device(worker: Any) -> None:
+        keep_plain_weights()
+        original(worker)
+
+    setattr(init_device, _WRAPPED, original)
+    worker_kind.init_device = init_device
+
+
 def keep_plain_weights() -> None:
     """Have vLLM's online methods keep a layer's weights, as they were loaded, in the host's memory. Idempotent."""
     # Imported with all of them, so that every class is known.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollout_server.engines.request_check import read_json
-from services.config.engines.vllm import MOST_RANK
+from services.config.engines.vllm import MOST_LOGPROBS, MOST_RANK
 from services.config.settings import ShadowPlace
 from services.wire.errors import UsageError
 from services.wire.sampling import KvPolicy
@@ -113,6 +113,8 @@ def arguments(plan: Plan, platform: Platform) -> dict[str, Any]:
         "max_num_seqs": plan.max_running,
         # The distribution really sampled from: after temperature, top-k and top-p.
         "logprobs_mode": "processed_logprobs",
+        # Which tokens top_k left: its own default is 20.
+        "max_logprobs": MOST_LOGPROBS,
         # Cached prefixes keep the keys and values of the version that computed them: a request of version v + 1 that
         # hit one was off by up to 3.2 in logprob. `weight_bus.vllm.kv_cache` keeps versions apart where they are cached.
         "enable_prefix_caching": plan.kv_policy != "keep",

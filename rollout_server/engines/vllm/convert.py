@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest, PromptLogprobs
 from rollout_server.engines.request_check import MAX_TOP_LOGPROBS, check_request, reachable_stops
+from services.config.engines.vllm import MOST_LOGPROBS
 from services.wire.errors import RollmeshError, UsageError
 from services.wire.packed import pack_kept
 from services.wire.sampling import KvPolicy
@@ -97,9 +98,19 @@ def kept_tokens(logprobs: Any, count: int, asked: int) -> list[bytes]:
     return [pack_kept(sorted(token for token, _ in told)) if len(told) < asked else b"" for told in found]
 
 
+def asked_kept(request: GenerationRequest) -> int:
+    """How many of the likeliest tokens vLLM is asked for, to tell which ones the cuts left: one more than they can leave.
+
+    Where `top_k` does not say how many that are, or too many, it is known of tokens of which they leave few.
+    """
+    if not request.kept:
+        return 0
+    return max(MAX_TOP_LOGPROBS, request.sampling.top_k + 1 if request.sampling.top_k < MOST_LOGPROBS else 0)
+
+
 def asked_likeliest(request: GenerationRequest, vocabulary: int) -> int:
     """How many of the likeliest tokens vLLM is asked for."""
-    return min(max(request.top_logprobs, MAX_TOP_LOGPROBS if request.kept else 0), vocabulary)
+    return min(max(request.top_logprobs, asked_kept(request)), vocabulary)
 
 
 def prompt_logprobs(request: GenerationRequest, logprobs: Any) -> PromptLogprobs:

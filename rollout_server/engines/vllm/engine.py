@@ -26,10 +26,17 @@ from rollout_server.engines.base import (
     collect,
     join,
 )
-from rollout_server.engines.request_check import MAX_TOP_LOGPROBS, eos_token_ids
+from rollout_server.engines.request_check import eos_token_ids
 from rollout_server.engines.vllm import launch as vllm_launch
 from rollout_server.engines.vllm.arguments import Plan
-from rollout_server.engines.vllm.convert import chosen_experts, prompt_logprobs, take_rows, to_delta, vllm_parameters
+from rollout_server.engines.vllm.convert import (
+    asked_kept,
+    chosen_experts,
+    prompt_logprobs,
+    take_rows,
+    to_delta,
+    vllm_parameters,
+)
 from rollout_server.engines.vllm.stats import StepMeter
 from services.config.settings import ShadowPlace
 from services.policies.training.deadlines import within
@@ -414,7 +421,7 @@ class VllmEngine:
             self._plan.kv_policy,
             self._computed_anew.get(sample_id, ()),
             request.resumed > 0,
-            MAX_TOP_LOGPROBS if request.kept else 0,
+            asked_kept(request),
         )
         if not request.experts or not self._keep_experts:
             return delta

@@ -19,6 +19,8 @@ from services.wire.errors import UsageError
 
 MOST_RANK = 512
 """Of an adapter that vLLM serves."""
+MOST_LOGPROBS = 257
+"""Of a token, that vLLM is asked for at the most: of what `top_k` = 256 leaves, and one more."""
 
 
 class VllmSettings(Section):
@@ -101,7 +103,8 @@ REFUSED: Mapping[str, str] = {
     ),
     **_each(
         "skip_tokenizer_init tokenizer_mode tokens_only worker_cls worker_extension_cls distributed_executor_backend "
-        "scheduling_policy scheduler_cls disable_log_stats use_tqdm_on_load ir_op_priority io_processor_plugin",
+        "scheduling_policy scheduler_cls disable_log_stats max_logprobs use_tqdm_on_load ir_op_priority "
+        "io_processor_plugin",
         "rollmesh sets it, for its calls between two steps",
     ),
     "kv_transfer_config": "keys and values of another engine may be of another version",

@@ -42,8 +42,8 @@ CUTS: tuple[dict[str, Any], ...] = (
 )
 
 
-FEW_LEFT: tuple[dict[str, Any], ...] = ({"top_k": 5}, {"top_k": 12, "top_p": 0.9}, {"top_k": 19, "temperature": 1.3})
-"""vLLM tells of fewer than 20 tokens that were left."""
+FEW_LEFT: tuple[dict[str, Any], ...] = ({"top_k": 5}, {"top_k": 12, "top_p": 0.9}, {"top_k": 60, "temperature": 1.3})
+"""Of what top_k leaves vLLM tells all, else of fewer than 20 tokens."""
 
 
 async def converse(host: Host, cuts: dict[str, Any]) -> None:
