@@ -31,7 +31,7 @@ def engine_options(settings: RunSettings, context: int | None) -> EngineOptions:
     """What the engine's sum reads of the settings. `context`: of the model, in tokens."""
     rollout, vllm = settings.rollout, settings.rollout.vllm
     item = 4.0 if settings.model.dtype == "float32" else 2.0
-    told = vllm.quantization or ""
+    told, alone = vllm.quantization or "", settings.weights.publish == "adapter"
     weights = 1.0 if "8" in told else 0.5 if "4" in told else item
     return EngineOptions(
         context=vllm.max_model_len or context or _CONTEXT,
@@ -40,7 +40,9 @@ def engine_options(settings: RunSettings, context: int | None) -> EngineOptions:
         kv_bytes=1.0 if "8" in (vllm.kv_cache_dtype or "") else item,
         batched=vllm.max_num_batched_tokens or 8192,
         running=rollout.max_running,
-        sets=SETS[settings.weights.shadow],
+        # Merged with a base that is held, too.
+        sets=SETS[settings.weights.shadow] + float(alone and settings.engine == "torch"),
+        adapter_rank=settings.trainer.lora.rank if alone and settings.engine != "torch" else 0,
     )
 
 

@@ -25,6 +25,7 @@ from tests.support.greedy import assert_alike, decode_on, greedy
 from tests.support.model_families import FOR_VLLM, VOCABULARY, make_family
 from trainer.model.adapters import Adapters
 from trainer.model.learner import named_weights
+from trainer.planning.placing import engine_options
 from weight_bus.manifest.adapter import base_digest
 from weight_bus.manifest.computed import computed
 from weight_bus.manifest.manifest import Adapter, encode_manifest
@@ -182,6 +183,15 @@ def test_settings_that_an_adapter_alone_cannot_be_under_are_refused(
         settings = load_settings(None, overrides)
         check(settings)
         check_engine(settings, engine)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sets", "rank"),
+    [([], 1.0, 0), ([*ADAPTERS, "engine=vllm"], 1.0, 4), ([*ADAPTERS, "engine=torch"], 2.0, 0), (ADAPTERS[:1], 1.0, 0)],
+)
+def test_what_an_engine_is_counted_to_hold_beside_its_weights(overrides: list[str], sets: float, rank: int) -> None:
+    options = engine_options(load_settings(None, overrides), 4096)
+    assert (options.sets, options.adapter_rank) == (sets, rank)
 
 
 @pytest.mark.asyncio

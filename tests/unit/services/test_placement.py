@@ -185,6 +185,9 @@ def test_an_engine_holds_its_weights_and_those_of_an_update() -> None:
     assert alone.parts["keys"] == 147_456 * 40_960
     # As it starts by default on one GPU of 80 GB (tests/gpu/test_vllm_server.py).
     assert alone.total <= MOST * 80e9
+    # Adapters published alone: the slot that is served and one that is staged, in place of a set of weights.
+    slots = engine_estimate(QWEN3_8B, replace(options, adapter_rank=16))
+    assert slots.parts["update"] == 2 * 2 * 36 * QWEN3_8B.adapters(16) < 0.02 * alone.parts["update"]
     split = engine_estimate(QWEN3_8B, replace(options, ranks=2))
     assert (split.parts["weights"], split.parts["keys"]) == (QWEN3_8B.parameters, alone.parts["keys"] // 2)
 
