@@ -8,6 +8,7 @@ from statistics import median
 import pytest
 import torch
 
+from tests.unit.weight_bus.test_vllm_quantised import Model, int8, served, write
 from weight_bus.vllm.sets import CHUNK_BYTES, ShadowMode, update_bytes
 from weight_bus.vllm.weights import VllmWeights
 
@@ -101,3 +102,23 @@ def test_an_update_takes_no_more_of_the_device_than_is_kept_for_it(shadow: Shado
     taken = torch.cuda.max_memory_allocated() - before
     assert taken <= max(update_bytes(parameters, shadow), most * total)
     assert taken <= most * total + 2 * CHUNK_BYTES
+
+
+@pytest.mark.parametrize("shadow", ["device", "pinned", "sparse"])
+def test_weights_are_quantised_on_the_device_and_stay_where_they_are(shadow: ShadowMode) -> None:
+    model = Model().cuda()
+    addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    weights = VllmWeights(model, shadow)
+    first = served(model)
+    for seed in (1, 2):
+        write(weights, seed)
+        weights.flip()
+        rows = torch.cat([weights.live()["gate_proj.weight"], weights.live()["up_proj.weight"]])
+        expected, scale = int8(rows.cuda())
+        assert torch.equal(model.gate_up_proj.weight, expected.t())
+        assert torch.equal(model.gate_up_proj.weight_scale, scale)
+        weights.check_served()
+    weights.flip_back()
+    weights.check_served()
+    assert not torch.equal(model.gate_up_proj.weight, first["gate_up_proj.weight"])
+    assert addresses == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
