@@ -153,7 +153,7 @@ class CopiedSets:
             for live, spare in self._large:
                 live.copy_(spare, non_blocking=True)
             if self._small:
-                torch._foreach_copy_(*map(list, zip(*self._small, strict=True)))
+                torch._foreach_copy_([live for live, _ in self._small], [spare for _, spare in self._small])
         _settle(self.live)
 
     def flip_back(self) -> None:
