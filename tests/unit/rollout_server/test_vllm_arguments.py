@@ -44,6 +44,7 @@ ALWAYS = {
     "seed": 7,
     "max_num_seqs": 64,
     "logprobs_mode": "processed_logprobs",
+    "max_logprobs": 257,
     "enable_prefix_caching": True,
     "async_scheduling": False,
     "scheduling_policy": "priority",
