@@ -100,8 +100,7 @@ def larger_chunks(vocabulary: int, options: MemoryOptions) -> int:
     vocabulary, context ranks the tokens."""
     tokens, width = -(-options.tokens // options.layout.context), vocabulary // options.layout.tensor
     few, many = (min(tokens, max(1, HEAD_CHUNK[gpu] // width)) for gpu in (False, True))
-    one = 10 if options.half else 8
-    return width * (many * (one if many == tokens else 12) - few * (one if few == tokens else 12))
+    return width * (many - few) * (10 if options.half else 8)
 
 
 def placed(

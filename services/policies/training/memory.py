@@ -271,9 +271,8 @@ class _Step:
         """Of the chunked language head, forward and backward."""
         options, width = self.options, self.shape.hidden
         rows = max(1, HEAD_CHUNK[options.gpu] // int(self._vocabulary))
-        several = self.tokens > rows
         logits = min(rows, self.tokens) * self._vocabulary
-        bytes_each = 12.0 if several else 10.0 if options.half else 8.0
+        bytes_each = 10.0 if options.half else 8.0
         size = self._vocabulary * width
         gradient = 0.0 if options.lora_rank else 4.0 * size
         casts = (2.0 if options.lora_rank else 4.0) * size if options.half else 0.0
