@@ -172,6 +172,7 @@ COMMANDS = {
     "doctor": Command(
         "services.doctor.cli:app", "Say what is wrong with a machine, a planned run or a running one", _LOOK
     ),
+    "dashboard": Command("services.dashboard.command:app", "Open runs in a browser, live or ended", _LOOK),
     "dead-letters": Command(
         "services.status.dead_letters_cli:app", "Show trajectories that were dropped, and why", _LOOK
     ),

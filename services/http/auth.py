@@ -7,7 +7,7 @@ Which key grants which scope: `services.security.permissions`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from typing import Any, get_args
 
 from fastapi import Depends, Request
@@ -31,15 +31,26 @@ SessionKeyCheck = Callable[[str], Awaitable[bool]]
 
 
 class AuthMiddleware:
-    """ASGI middleware. `issued`: session keys of this run pass, and which session they open is checked by the routes."""
+    """ASGI middleware. `issued`: session keys of this run pass, and which session they open is checked by the routes.
 
-    def __init__(self, app: ASGIApp, authorizer: Authorizer, *, issued: SessionKeyCheck | None = None) -> None:
+    `also_open`: paths of this service that need no key, such as its login.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        authorizer: Authorizer,
+        *,
+        issued: SessionKeyCheck | None = None,
+        also_open: Set[str] = frozenset(),
+    ) -> None:
         self._app = app
         self._authorizer = authorizer
         self._issued = issued
+        self._open = OPEN_PATHS | also_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "lifespan" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] != "lifespan" and scope["path"] not in self._open:
             try:
                 await self._check(scope)
             except RollmeshError as error:

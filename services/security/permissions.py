@@ -28,7 +28,7 @@ BearerName = Literal["agent", "admin", "peer", "metrics"]
 """Keys that a caller shows."""
 KeyName = Literal["agent", "admin", "peer", "metrics", "weights", "session", "redis"]
 AuthScope = Literal["environment", "reading", "service", "operator", "metrics"]
-ServiceName = Literal["rollout-server", "gateway", "weight-bus", "rewards", "trainer"]
+ServiceName = Literal["rollout-server", "gateway", "weight-bus", "rewards", "trainer", "dashboard"]
 HolderName = Literal[ServiceName, "engine", "environment", "operator", "reader", "supervisor"]
 
 OPENED_BY: Mapping[AuthScope, tuple[BearerName, ...]] = MappingProxyType(
@@ -48,6 +48,7 @@ OFF_LOOPBACK: Mapping[ServiceName, tuple[KeyName, ...]] = MappingProxyType(
         "weight-bus": ("admin", "weights"),
         "rewards": ("agent",),
         "trainer": ("peer",),
+        "dashboard": ("agent", "admin"),
     }
 )
 """A service that lacks one of these listens on loopback only."""
@@ -59,6 +60,7 @@ GIVEN: Mapping[HolderName, tuple[KeyName, ...]] = MappingProxyType(
         "rewards": ("agent", "admin", "peer", "metrics"),
         "engine": ("admin", "peer", "weights"),
         "trainer": ("peer", "metrics", "weights", "redis"),
+        "dashboard": ("agent", "admin", "peer", "metrics", "redis"),
         "environment": ("agent",),
         "operator": ("admin",),
         "reader": ("redis",),

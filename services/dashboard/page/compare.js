@@ -1,0 +1,9 @@
+import { element, fill } from "./dom.js";
+
+export default {
+  title: "Compare",
+  mount(place, context) {
+    fill(place, element("h1", {}, this.title), element("p", { class: "empty" }, "Nothing is shown here yet."));
+  },
+  unmount() {},
+};
