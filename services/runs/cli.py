@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from services.host.run_folder import RunFolder
-    from services.runs.listing import Listed
+    from services.observability.run_view.run_files import Listed
     from services.wire.run_metrics import Sample
 
 runs_app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -60,7 +60,7 @@ def runs(context: typer.Context, root: Root = _RUNS, as_json: options.Json = Fal
     import msgspec
 
     from services.host.run_folder import run_folders
-    from services.runs.listing import listed, read_run
+    from services.observability.run_view.run_files import listed, read_run
 
     lines = []
     for folder in run_folders(root):
@@ -110,7 +110,7 @@ def prune(
 
 
 def _remove(folders: Sequence[RunFolder]) -> None:
-    from services.runs.listing import remove
+    from services.observability.run_view.run_files import remove
 
     freed = remove(folders)
     sys.stdout.write(f"removed {len(folders)} runs, {_bytes(freed)}\n")
@@ -157,8 +157,8 @@ def compare(
     from rich.console import Console
 
     from services.host.run_folder import found_run
+    from services.observability.run_view.run_files import read_run
     from services.runs.compare import comparison, draw
-    from services.runs.listing import read_run
 
     if len(names) < 2:
         raise UsageError("one run is nothing to compare", "name two or more: `rollmesh runs` lists them")

@@ -10,28 +10,20 @@ from rich.table import Table
 from rich.text import Text
 
 from services.host.files import writing
+from services.observability.run_view.run_curves import AXES, FIGURES, bands_of
+from services.observability.run_view.run_files import RunFiles
 from services.observability.terminal import sparkline
+from services.policies.progress.curves import Axis, differences
 from services.policies.training.evaluation import interval
-from services.runs.curves import Axis, Band, arms, banded, curve_of, differences
-from services.runs.listing import RunFiles
 from services.wire.errors import UsageError
 
 _WIDTH = 40
-_FIGURES = {
-    "success": "success of the batch",
-    "reward": "reward",
-    "response_length": "response length, tokens",
-    "entropy": "entropy, nats a token",
-    "staleness_mean": "staleness, steps",
-    "tokens_per_s": "tokens a second",
-}
-_AXES: dict[Axis, str] = {"step": "optimizer step", "tokens": "trained tokens", "time": "seconds since the first step"}
 
 
 def comparison(runs: Sequence[RunFiles], axis: Axis) -> RenderableType:
     """Settings that differ, the runs' figures, and success as sparklines."""
     parts: list[RenderableType] = [_settings(runs), Text(), _figures(runs), Text()]
-    parts += [Text(f"success of the batch, by {_AXES[axis]}", style="bold"), _success(runs, axis)]
+    parts += [Text(f"success of the batch, by {AXES[axis]}", style="bold"), _success(runs, axis)]
     return Group(*parts)
 
 
@@ -74,19 +66,10 @@ def _held_out(measured: tuple[float, Sequence[int], int] | None) -> str:
 
 def _success(runs: Sequence[RunFiles], axis: Axis) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
-    for name, band in _bands(runs, "success", axis):
+    for name, band in bands_of(runs, "success", axis):
         ends = f"{band.mean[0]:.2f} to {band.mean[-1]:.2f}, up to {band.xs[-1]:,.0f}" if band.xs else "no step yet"
         table.add_row(name, sparkline(band.mean, 0.0, 1.0, _WIDTH), ends)
     return table
-
-
-def _bands(runs: Sequence[RunFiles], figure: str, axis: Axis) -> list[tuple[str, Band]]:
-    """The arms' names and curves."""
-    named = []
-    for arm in arms(runs, [run.settings for run in runs]):
-        more = f" and {len(arm) - 1} of other seeds" if len(arm) > 1 else ""
-        named.append((f"{arm[0].name}{more}", banded([curve_of(run.lines, figure, axis) for run in arm])))
-    return named
 
 
 def draw(runs: Sequence[RunFiles], axis: Axis, path: Path) -> None:
@@ -99,11 +82,11 @@ def draw(runs: Sequence[RunFiles], axis: Axis, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(nrows=2, ncols=3, figsize=(14, 7), layout="constrained")
-    for panel, (name, title) in zip(axes.flat, _FIGURES.items(), strict=True):
-        for label, band in _bands(runs, name, axis):
+    for panel, (name, title) in zip(axes.flat, FIGURES.items(), strict=True):
+        for label, band in bands_of(runs, name, axis):
             (line,) = panel.plot(band.xs, band.mean, label=label)
             panel.fill_between(band.xs, band.low, band.high, alpha=0.2, color=line.get_color(), linewidth=0)
-        panel.set(title=title, xlabel=_AXES[axis])
+        panel.set(title=title, xlabel=AXES[axis])
     axes.flat[0].set_ylim(0, 1.02)
     axes.flat[0].legend(fontsize="small")
     with writing(path):

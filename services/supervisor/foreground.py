@@ -18,12 +18,12 @@ from rich.console import Console
 from services.config.fitting import value_of
 from services.config.settings import RunSettings
 from services.host.run_folder import RunFolder
+from services.observability.run_view.observer import MetricsTail
 from services.security.keys import KeyPlaces
 from services.supervisor.devices import in_words
 from services.supervisor.mesh import Mesh
 from services.supervisor.preflight import Resolved, find_interrupted, in_line, preflight
 from services.supervisor.summary import closing_lines
-from services.supervisor.view.observer import MetricsTail
 from services.supervisor.view.views import make_view
 from services.wire.errors import RollmeshError, UsageError
 

@@ -27,6 +27,7 @@ from services.host.aio import to_its_end
 from services.host.files import remove_shm_files, shm_directory, shm_prefix, write_whole, writing
 from services.host.process import missing_tunables
 from services.host.run_folder import RunFolder, free_bytes, held
+from services.observability.run_view.observer import Observer, read_engine
 from services.policies.placement.place import Placement
 from services.policies.progress.phase import Part
 from services.run_store.client import connect, reached_by, without_password
@@ -47,7 +48,6 @@ from services.supervisor.readiness import (
 )
 from services.supervisor.stopping import stop_trainer
 from services.supervisor.summary import Summary, flips_of, read_report, success_before, summarise, write_summary
-from services.supervisor.view.observer import Observer, read_engine
 from services.supervisor.view.views import View
 from services.wire.errors import RollmeshError
 from services.wire.run_metrics import WARM_START, EvaluationReport, TrainerReport

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from services.observability.run_view.snapshot import Snapshot
 from services.policies.progress.phase import Part, Phase
-from services.supervisor.view.snapshot import Snapshot
 from services.wire.run_metrics import BEFORE
 
 

@@ -13,6 +13,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from services.observability.run_view.snapshot import Snapshot
 from services.observability.terminal import BAD, GOOD, HEAD, NOTE, as_text, sampled_text, sparkline
 from services.supervisor.view.facts import (
     by_task,
@@ -25,7 +26,6 @@ from services.supervisor.view.facts import (
     waits_of,
     warnings_of,
 )
-from services.supervisor.view.snapshot import Snapshot
 from services.wire.run_metrics import Sample
 
 TWO_PANES_FROM = 110

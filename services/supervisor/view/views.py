@@ -8,10 +8,10 @@ from typing import Protocol
 from rich.console import Console
 from rich.live import Live
 
+from services.observability.run_view.snapshot import Snapshot
 from services.observability.terminal import as_text
 from services.supervisor.view.facts import plain_facts, waits_of, warnings_of
 from services.supervisor.view.screen import screen
-from services.supervisor.view.snapshot import Snapshot
 
 PLAIN_EVERY_S = 5.0
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from services.host.run_folder import RunFolder, held
 from services.observability.terminal import sparkline
-from services.runs.curves import Curve, arms, banded, curve_of, differences
+from services.policies.progress.curves import Curve, arms, banded, curve_of, differences
 from services.status.dead_letters_cli import dead_letters
 from services.wire.errors import UsageError
 from services.wire.run_metrics import EvaluationReport, Sample, SampledSegment, SampledSpan

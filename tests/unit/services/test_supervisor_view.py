@@ -17,13 +17,13 @@ from rich.console import Console
 
 from services.host.run_folder import RunFolder
 from services.observability import terminal
+from services.observability.run_view.observer import MetricsTail, Observer
+from services.observability.run_view.snapshot import History, Snapshot
 from services.policies.progress.bottleneck import Bound
 from services.policies.progress.phase import Part, Phase
 from services.run_store.client import connect
 from services.run_store.status import Wait, WaitBoard
-from services.supervisor.view.observer import MetricsTail, Observer
 from services.supervisor.view.screen import screen
-from services.supervisor.view.snapshot import History, Snapshot
 from services.supervisor.view.views import LiveView, PlainView, make_view
 from services.wire.rollout_api import EngineReport
 from services.wire.run_metrics import BEFORE, WARM_START, Sample, SampledSegment, SampledSpan, WorkProgress

@@ -18,8 +18,8 @@ from services.observability.catalog import (
     TRAINER_TASK_SUCCESS,
     TRAINER_TOKENS,
 )
+from services.observability.run_view.observer import MetricsTail
 from services.policies.length_stats import Lengths
-from services.supervisor.view.observer import MetricsTail
 from services.wire.run_metrics import StepMetrics, TaskOutcome, TrainerReport
 from tests.support.step_lines import step_line, step_metrics
 from trainer.metrics.exporter import RECENT_STEPS, StepTotals

@@ -17,10 +17,10 @@ from redis.exceptions import RedisError
 
 from services.host.files import LineTail
 from services.host.run_folder import RunFolder
+from services.observability.run_view.snapshot import History, Snapshot
 from services.policies.progress.bottleneck import Bound, Load, find_bound
 from services.policies.progress.phase import LOOKED_BACK, Part, phase_of
 from services.run_store.status import EvaluationStore, Wait, read_waits
-from services.supervisor.view.snapshot import History, Snapshot
 from services.wire.errors import UNDECODABLE
 from services.wire.rollout_api import EngineReport, Evaluation
 from services.wire.run_metrics import (
