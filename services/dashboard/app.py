@@ -36,12 +36,14 @@ from fastapi import FastAPI
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.dashboard.curves import curve_routes
 from services.dashboard.events import Watches, event_routes
 from services.dashboard.live import looking
 from services.dashboard.login import CookieKeys, Logins, SameAddress, login_routes
 from services.dashboard.page_files import LOGIN_FILES, PageHeaders, page_routes, read_page
 from services.dashboard.plan import DashboardPlan
 from services.dashboard.run_list import run_routes
+from services.dashboard.steps import StepFiles
 from services.http.app import BodyLimit, Stop, make_app
 from services.http.auth import AuthMiddleware, Authorizer
 from services.observability.metrics import Metrics
@@ -56,7 +58,7 @@ _MOST_BODY = 1 << 16
 def make_dashboard_app(plan: DashboardPlan, stop: Stop) -> FastAPI:
     """The application. Open streams of events end when `stop` begins."""
     authorizer, logins, keyless = Authorizer(plan.keys), Logins(), is_keyless(plan.keys)
-    watches = Watches(looking)
+    watches = Watches(lambda run: looking(run, plan))
     stop.on_stop = watches.end
 
     @asynccontextmanager
@@ -76,6 +78,7 @@ def make_dashboard_app(plan: DashboardPlan, stop: Stop) -> FastAPI:
     app.include_router(login_routes(logins, authorizer, keyless=keyless, secure=plan.secure))
     app.include_router(run_routes(plan, authorizer))
     app.include_router(event_routes(plan, watches, authorizer))
+    app.include_router(curve_routes(plan, StepFiles(), authorizer))
     app.include_router(page_routes(read_page()))
     app.add_middleware(BodyLimit, limit_bytes=_MOST_BODY)
     app.add_middleware(AuthMiddleware, authorizer=authorizer, also_open=OPEN_PATHS)

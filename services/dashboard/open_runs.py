@@ -14,13 +14,14 @@ from services.wire.errors import NotFoundError, UsageError
 class OpenRun:
     """`folder` is None for a run that is known by its Redis alone, `redis_url` for one that has ended.
 
-    `redis_url` is without a password.
+    `redis_url` is without a password. `told`: it was named, and does not come from the folder.
     """
 
     name: str
     run_id: str
     folder: RunFolder | None
     redis_url: str | None
+    told: bool = False
 
 
 class OpenRuns:
@@ -63,8 +64,13 @@ def open_runs(names: Sequence[str], root: Path, run_id: str | None, redis_url: s
         return OpenRuns(folders, root)
     own = next((folder for folder in folders if _run_id(folder) == run_id), None)
     name = run_id if own is None else own.root.name
-    return OpenRuns(folders, None, OpenRun(name, run_id, own, redis_url))
+    return OpenRuns(folders, None, OpenRun(name, run_id, own, redis_url, told=True))
 
 
 def _run_id(folder: RunFolder) -> str:
     return folder.run_id.read_text(encoding="utf-8").strip()
+
+
+def as_it_is_now(run: OpenRun) -> OpenRun:
+    """The same run, with the Redis that it has now: it may have ended, or begun again."""
+    return run if run.told or run.folder is None else _opened(run.folder)

@@ -26,7 +26,7 @@ NO_TRACE = "00-" + "0" * 32 + "-" + "0" * 16 + "-00"
 """A parent that is recorded nowhere, for work that belongs to no trace, whatever is current."""
 Fact = str | int | float | bool
 Kind = Literal["internal", "server", "client"]
-ServiceKind = Literal["environment", "gateway", "rollout-server", "rewards", "trainer", "weight-bus"]
+ServiceKind = Literal["environment", "gateway", "rollout-server", "rewards", "trainer", "weight-bus", "dashboard"]
 _KINDS = {
     "internal": trace.SpanKind.INTERNAL,
     "server": trace.SpanKind.SERVER,

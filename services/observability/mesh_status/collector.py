@@ -19,7 +19,15 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from services.observability.mesh_status.report import CauseView, GroupView, MeshReport, QueueView, ServiceView, WaitView
+from services.observability.mesh_status.report import (
+    CauseView,
+    GroupView,
+    MeshReport,
+    QueueView,
+    ServiceView,
+    StoreView,
+    WaitView,
+)
 from services.policies.admission import StoreUse
 from services.policies.training.evaluation import point_of
 from services.policies.wait_causes import Cause, ProbeOutcome, SeenGroup, SeenService, find_causes
@@ -218,6 +226,7 @@ def _report(
         waits=waits,
         evaluation=point_of(parts.evaluations[-1]) if parts.evaluations else None,
         causes=[_cause(cause) for cause in causes],
+        store=None if (store := _store(listed)) is None else StoreView(used_bytes=store.used, most_bytes=store.most),
         unread=parts.unread,
     )
 
@@ -245,7 +254,9 @@ def _service(listed: Listed, probe: Probe, groups: int) -> ServiceView:
         alive=None if record.told_by is not None else listed.alive,
         last_heard=listed.last_heard,
         policy_version=None if server is None else server.policy_version,
+        state=None if server is None else server.state,
         running=None if server is None else server.running,
+        most_running=None if server is None else server.max_running,
         waiting=None if server is None else server.waiting,
         open_sessions=None if server is None else server.open_sessions,
         open_groups=groups if record.kind == "rollout-server" else None,

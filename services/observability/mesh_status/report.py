@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from services.policies.wait_causes import CauseKind, ProbeOutcome
-from services.run_store.discovery import ServiceKind
+from services.run_store.discovery import ServerState, ServiceKind
 from services.run_store.status import TrainerStatus
 from services.wire.run_metrics import EvaluationPoint
 
 
 class ServiceView(msgspec.Struct, frozen=True, kw_only=True):
-    """One service. The last five are a rollout server's, as it last announced them; None for others."""
+    """One service. The last seven are a rollout server's, as it last announced them; None for others."""
 
     name: str
     kind: ServiceKind
@@ -24,8 +24,11 @@ class ServiceView(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its lease lasts; None for one that holds none."""
     last_heard: float
     """Unix seconds."""
+    state: ServerState | None = None
     policy_version: int | None = None
     running: int | None = None
+    most_running: int | None = None
+    """Samples that it generates at once."""
     waiting: int | None = None
     open_sessions: int | None = None
     open_groups: int | None = None
@@ -79,6 +82,13 @@ class QueueView(msgspec.Struct, frozen=True, kw_only=True):
     """By how many they were corrected in all."""
 
 
+class StoreView(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that Redis holds, of all runs, and from how many on no group is admitted."""
+
+    used_bytes: int
+    most_bytes: int
+
+
 class MeshReport(msgspec.Struct, frozen=True, kw_only=True):
     """`at`: Unix seconds. `unread`: parts that could not be had, and why. None for what is not there yet, or unread."""
 
@@ -94,6 +104,7 @@ class MeshReport(msgspec.Struct, frozen=True, kw_only=True):
     causes: list[CauseView]
     """Why the trainer waits, or will: the one that holds up most first."""
     unread: list[str]
+    store: StoreView | None = None
 
     @property
     def lost(self) -> bool:

@@ -78,25 +78,27 @@ class Observer:
         began_at: float,
         steps: int,
         k: int,
-        folder: RunFolder,
+        folder: RunFolder | None,
         run_id: str,
         redis: Redis,
         http: httpx.AsyncClient,
-        urls: Sequence[str],
+        urls: Sequence[str] = (),
     ) -> None:
-        """`began_at` in Unix seconds; `urls`: of the rollout servers."""
+        """`began_at` in Unix seconds; `urls`: of the rollout servers. `folder`: None where this machine has none."""
         self._began_at, self._steps, self._k = began_at, steps, k
         self._folder = folder
-        self._metrics = MetricsTail(folder.metrics)
-        self._samples = _SampleTail(folder.samples)
-        self._run_id, self._redis, self._http, self._urls = run_id, redis, http, urls
+        self._metrics = None if folder is None else MetricsTail(folder.metrics)
+        self._samples = None if folder is None else _SampleTail(folder.samples)
+        self._run_id, self._redis, self._http = run_id, redis, http
+        self.urls = urls
         self._looks: deque[tuple[bool, bool]] = deque(maxlen=LOOKS)
 
     async def collect(self, starting: Sequence[Part] = ()) -> Snapshot:
         """`starting`: what the run consists of when it starts."""
         engines, waits, evaluation = await asyncio.gather(self._engines(), self._waits(), self._evaluation())
-        metrics, now = self._metrics.read(), time.time()
-        progress = _read_progress(self._folder.progress)
+        tail, folder, now = self._metrics, self._folder, time.time()
+        metrics = None if tail is None else tail.read()
+        progress = None if folder is None else _read_progress(folder.progress)
         answers = None
         if progress is not None and progress.what in (BEFORE, AFTER):
             answers = Part(progress.what, progress.done, progress.total)
@@ -104,7 +106,7 @@ class Observer:
             [_warming(part, progress) for part in starting],
             step=0 if metrics is None else metrics.step,
             steps=self._steps,
-            evaluated_before=self._folder.evaluation_before.exists(),
+            evaluated_before=folder is not None and folder.evaluation_before.exists(),
             answers=answers,
             trainer_waits="trainer" in waits,
         )
@@ -118,16 +120,16 @@ class Observer:
             elapsed_s=now - self._began_at,
             phase=phase,
             metrics=metrics,
-            history=self._metrics.history,
+            history=History() if tail is None else tail.history,
             engines=engines,
             waits=waits,
             evaluation=evaluation,
-            sample=self._samples.read(),
-            bound=bound_of(self._metrics.recent, self._looks, self._k) if phase.name == "training" else None,
+            sample=None if self._samples is None else self._samples.read(),
+            bound=bound_of(tail.recent, self._looks, self._k) if tail and phase.name == "training" else None,
         )
 
     async def _engines(self) -> list[EngineReport]:
-        reports = await asyncio.gather(*(read_engine(self._http, url) for url in self._urls))
+        reports = await asyncio.gather(*(read_engine(self._http, url) for url in self.urls))
         return [report for report in reports if report is not None]
 
     async def _waits(self) -> dict[str, Wait]:

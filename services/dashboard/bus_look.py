@@ -1,0 +1,53 @@
+"""What the weight bus says: the versions that it remembers, and how far the newest update is."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+from pydantic import ValidationError
+
+from services.dashboard.events import Sections
+from services.wire.weights_api import SETTLED, UpdateView, VersionsView
+
+_WITHIN_S = 1.0
+MOST_UPDATES = 24
+"""Updates that are remembered here, for their timeline."""
+
+
+class BusLook:
+    """Reads one bus. What it does not answer is left as it was: that it is away is told with the services."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self._http = http
+        self._versions: VersionsView | None = None
+        self._updates: dict[int, UpdateView] = {}
+
+    async def read(self, url: str | None) -> Sections:
+        """`versions` (VersionsView) and `updates` (UpdateView of the last ones, the newest first)."""
+        if url is not None:
+            try:
+                async with asyncio.timeout(_WITHIN_S):
+                    await self._read(url)
+            except (httpx.HTTPError, ValidationError, TimeoutError):
+                pass
+        shown = sorted(self._updates.items(), reverse=True)
+        return {
+            "versions": b"null" if self._versions is None else self._versions.model_dump_json().encode(),
+            "updates": b"[" + b",".join(each.model_dump_json().encode() for _, each in shown) + b"]",
+        }
+
+    async def _read(self, url: str) -> None:
+        answer = await self._http.get(f"{url}/v1/versions")
+        if answer.status_code != httpx.codes.OK:
+            return
+        self._versions = VersionsView.model_validate_json(answer.content)
+        known = {each.version: each.state for each in self._versions.versions[:MOST_UPDATES]}
+        self._updates = {version: each for version, each in self._updates.items() if version in known}
+        for version, state in known.items():
+            before = self._updates.get(version)
+            # One that has settled, as it was read, does not change any more.
+            if before is None or before.state != state or before.state not in SETTLED:
+                one = await self._http.get(f"{url}/v1/updates/{version}")
+                if one.status_code == httpx.codes.OK:
+                    self._updates[version] = UpdateView.model_validate_json(one.content)
