@@ -143,6 +143,17 @@ class GatewaySettings(Section):
     shutdown_s: int = Field(default=30, ge=0, description="How long it answers what is in flight once told to end")
 
 
+class DashboardSettings(Section):
+    """The page that shows a run (`rollmesh dashboard`)."""
+
+    enabled: bool = Field(
+        default=True, description="Whether `rollmesh up` and `serve` offer one; it starts when it is opened"
+    )
+    port: int = Field(
+        default=0, ge=0, le=65535, description="Where it listens on this machine; 0: any port that is free"
+    )
+
+
 class LearnerSettings(Section):
     """What any training of a model reads: by trajectories, or by examples (`rollmesh sft`)."""
 
@@ -348,6 +359,7 @@ class RunSettings(Section):
     curriculum: CurriculumSettings = CurriculumSettings()
     rollout: RolloutSettings = RolloutSettings()
     gateway: GatewaySettings = GatewaySettings()
+    dashboard: DashboardSettings = DashboardSettings()
     rewards: RewardSettings = RewardSettings()
     trainer: TrainerSettings = TrainerSettings()
     weights: WeightSettings = WeightSettings()

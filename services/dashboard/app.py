@@ -36,6 +36,7 @@ from fastapi import FastAPI
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.dashboard.compare import compare_routes
 from services.dashboard.curves import curve_routes
 from services.dashboard.events import Watches, event_routes
 from services.dashboard.live import looking
@@ -58,6 +59,7 @@ _MOST_BODY = 1 << 16
 def make_dashboard_app(plan: DashboardPlan, stop: Stop) -> FastAPI:
     """The application. Open streams of events end when `stop` begins."""
     authorizer, logins, keyless = Authorizer(plan.keys), Logins(), is_keyless(plan.keys)
+    steps = StepFiles()
     watches = Watches(lambda run: looking(run, plan))
     stop.on_stop = watches.end
 
@@ -78,7 +80,8 @@ def make_dashboard_app(plan: DashboardPlan, stop: Stop) -> FastAPI:
     app.include_router(login_routes(logins, authorizer, keyless=keyless, secure=plan.secure))
     app.include_router(run_routes(plan, authorizer))
     app.include_router(event_routes(plan, watches, authorizer))
-    app.include_router(curve_routes(plan, StepFiles(), authorizer))
+    app.include_router(curve_routes(plan, steps, authorizer))
+    app.include_router(compare_routes(plan, steps, authorizer))
     app.include_router(page_routes(read_page()))
     app.add_middleware(BodyLimit, limit_bytes=_MOST_BODY)
     app.add_middleware(AuthMiddleware, authorizer=authorizer, also_open=OPEN_PATHS)

@@ -11,8 +11,10 @@ from services.dashboard.events import Sections
 from services.wire.weights_api import SETTLED, UpdateView, VersionsView
 
 _WITHIN_S = 1.0
-MOST_UPDATES = 24
+MOST_UPDATES = 12
 """Updates that are remembered here, for their timeline."""
+_ASKED = 2
+"""Updates that one look asks for: where more are made meanwhile, some are never seen."""
 
 
 class BusLook:
@@ -44,10 +46,12 @@ class BusLook:
         self._versions = VersionsView.model_validate_json(answer.content)
         known = {each.version: each.state for each in self._versions.versions[:MOST_UPDATES]}
         self._updates = {version: each for version, each in self._updates.items() if version in known}
-        for version, state in known.items():
-            before = self._updates.get(version)
-            # One that has settled, as it was read, does not change any more.
-            if before is None or before.state != state or before.state not in SETTLED:
-                one = await self._http.get(f"{url}/v1/updates/{version}")
-                if one.status_code == httpx.codes.OK:
-                    self._updates[version] = UpdateView.model_validate_json(one.content)
+        for version in [version for version, state in known.items() if self._is_new(version, state)][:_ASKED]:
+            one = await self._http.get(f"{url}/v1/updates/{version}")
+            if one.status_code == httpx.codes.OK:
+                self._updates[version] = UpdateView.model_validate_json(one.content)
+
+    def _is_new(self, version: int, state: str) -> bool:
+        """Whether more can be said of it than before: one that has settled, as it was read, does not change any more."""
+        before = self._updates.get(version)
+        return before is None or before.state != state or before.state not in SETTLED

@@ -38,18 +38,23 @@ def dashboard(
     keys_dir: options.KeysDir = None,
     redis_password_file: options.RedisPasswordFile = None,
     tls_dir: options.TlsDir = None,
+    fd: Annotated[int | None, typer.Option("--fd", hidden=True, help="A socket that listens, in place of one")] = None,
 ) -> None:
+    import socket
+
     from services.dashboard.app import make_dashboard_app
     from services.dashboard.open_runs import open_runs
     from services.dashboard.plan import DashboardPlan
     from services.http.app import Stop, open_port, serve
     from services.security.keys import read_keys
-    from services.security.permissions import lacking
+    from services.security.permissions import lacking, require_loopback
     from services.security.tls import read_tls
 
     tls = read_tls(tls_dir)
     keys = read_keys("dashboard", keys_dir, {"redis": redis_password_file})
-    listener = open_port(host, port, lacking=lacking(keys, "dashboard"))
+    missing = lacking(keys, "dashboard")
+    listener = open_port(host, port, lacking=missing) if fd is None else socket.socket(fileno=fd)
+    require_loopback(listener.getsockname()[0], missing)
     runs = open_runs(names or [], root, run_id, redis_url)
     plan = DashboardPlan(runs=runs, keys=keys, trust=tls.trust, secure=tls.identity is not None)
     scheme = "http" if tls.identity is None else "https"

@@ -10,7 +10,7 @@ from services.config.load import flat_settings
 from services.dashboard.events import Sections
 from services.dashboard.open_runs import OpenRun
 from services.wire.errors import UNDECODABLE, UsageError
-from services.wire.run_metrics import EvaluationReport, StepMetrics, decode_step_metrics
+from services.wire.run_metrics import EvaluationReport, StepMetrics, TrainerReport, decode_step_metrics
 
 _LAST_BYTES = 1 << 18
 """Of metrics.jsonl: many times a line."""
@@ -67,7 +67,7 @@ def about(run: OpenRun) -> About:
         seed=_number(settings.get("seed")),
         steps=_number(settings.get("steps")) or 0,
         k=_number(settings.get("k")) or 0,
-        began_at=run.folder.run_id.stat().st_mtime,
+        began_at=run.folder.config.stat().st_mtime,
     )
 
 
@@ -86,7 +86,8 @@ def ended_sections(run: OpenRun, about: About) -> Sections:
         "line": _encode(line),
         "phase": _encode(phase),
         "summary": _encode(msgspec.json.decode(folder.summary.read_bytes())) if done else b"null",
-        "evaluation_report": _encode(_report(folder.evaluation)),
+        "evaluation_report": _encode(evaluation_of(folder.evaluation)),
+        "report": _encode(_trainer_report(folder.trainer_report)),
     }
 
 
@@ -103,7 +104,8 @@ def last_step(path: Path) -> StepMetrics | None:
     return next(filter(None, map(decode_step_metrics, reversed(whole.splitlines()))), None)
 
 
-def _report(path: Path) -> EvaluationReport | None:
+def evaluation_of(path: Path) -> EvaluationReport | None:
+    """What an evaluation.json says; None where there is none that can be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=EvaluationReport)
     except (OSError, *UNDECODABLE):
@@ -116,3 +118,10 @@ def _text(value: object) -> str | None:
 
 def _number(value: object) -> int | None:
     return value if isinstance(value, int) else None
+
+
+def _trainer_report(path: Path) -> TrainerReport | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=TrainerReport)
+    except (OSError, *UNDECODABLE):
+        return None

@@ -59,12 +59,19 @@ def open_runs(names: Sequence[str], root: Path, run_id: str | None, redis_url: s
     """As a command line names them. Raises UsageError for a run that is not there, or half an address of one."""
     if (run_id is None) != (redis_url is None):
         raise UsageError("--run-id and --redis-url say together which run is followed", "give both, or none")
-    folders = [found_run(name, root) for name in names]
     if run_id is None or redis_url is None:
-        return OpenRuns(folders, root)
-    own = next((folder for folder in folders if _run_id(folder) == run_id), None)
+        return OpenRuns([found_run(name, root) for name in names], root)
+    # A plane without a trainer has a folder, too, in which no run id stands.
+    plain = [folder for folder in map(_folder, names) if folder.config.is_file() and not folder.run_id.is_file()]
+    named = {folder.root for folder in plain}
+    folders = [found_run(name, root) for name in names if _folder(name).root not in named]
+    own = next((folder for folder in folders if _run_id(folder) == run_id), next(iter(plain), None))
     name = run_id if own is None else own.root.name
     return OpenRuns(folders, None, OpenRun(name, run_id, own, redis_url, told=True))
+
+
+def _folder(name: str) -> RunFolder:
+    return RunFolder(Path(name).expanduser().absolute())
 
 
 def _run_id(folder: RunFolder) -> str:

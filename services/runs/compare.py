@@ -10,11 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from services.host.files import writing
-from services.observability.run_view.run_curves import AXES, FIGURES, bands_of
+from services.observability.run_view.run_curves import AXES, FIGURES, bands_of, figures_of
 from services.observability.run_view.run_files import RunFiles
 from services.observability.terminal import sparkline
 from services.policies.progress.curves import Axis, differences
-from services.policies.training.evaluation import interval
 from services.wire.errors import UsageError
 
 _WIDTH = 40
@@ -39,29 +38,9 @@ def _settings(runs: Sequence[RunFiles]) -> RenderableType:
 
 def _figures(runs: Sequence[RunFiles]) -> Table:
     table = Table("figure", *(run.name for run in runs), box=None, pad_edge=False, header_style="bold")
-    last = [run.lines[-1] if run.lines else None for run in runs]
-    table.add_row("steps", *("0" if line is None else str(line.step) for line in last))
-    held_out = [run.evaluation for run in runs]
-    before = [None if each is None else (each.success_before, each.solved_before, each.samples) for each in held_out]
-    after = [None if each is None else (each.success_after, each.solved_after, each.samples) for each in held_out]
-    table.add_row("held out, before", *map(_held_out, before))
-    table.add_row("held out, after", *map(_held_out, after))
-    table.add_row("success, last batch", *("–" if line is None else f"{line.success:.1%}" for line in last))
-    table.add_row("tokens trained", *(f"{sum(line.tokens for line in run.lines):,}" for run in runs))
-    spans = [run.lines[-1].time - run.lines[0].time if run.lines else 0.0 for run in runs]
-    table.add_row("first to last step", *(f"{span:,.0f} s" for span in spans))
+    for label, values in figures_of(runs):
+        table.add_row(label, *values)
     return table
-
-
-def _held_out(measured: tuple[float, Sequence[int], int] | None) -> str:
-    """With the interval at 95 %, where the answers to each problem were written down."""
-    if measured is None:
-        return "–"
-    success, solved, samples = measured
-    if not solved:
-        return f"{success:.1%}"
-    found = interval(solved, samples)
-    return f"{success:.1%} ({found.low:.1%} to {found.high:.1%})"
 
 
 def _success(runs: Sequence[RunFiles], axis: Axis) -> Table:

@@ -7,6 +7,7 @@
                    teacher               (a rollout server of a fixed model, for a distillation from one)
                    trainer               (imports, then waits for the model folder; see `Mesh` for when)
                    environment           (waits for the servers)
+                   dashboard             (starts when somebody opens it: `on_demand`)
                    tracking              (where logging backends are named; the run goes on without it)
                    demonstrations ─► sft ─► model folder   (imports meanwhile, where nothing can be in its cache)
 
@@ -50,14 +51,15 @@ class MeshPorts:
     rewards: int
     servers: tuple[int, ...]
     teacher: int
+    dashboard: int
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
     """`warm_start` jobs wait for each other; none where a model was given. `valkey` is None with --redis-url.
 
-    `gateway_url`: the one address of all rollout servers, None where there is no gateway; `rewards_url`, `teacher_url`
-    likewise.
+    `gateway_url`: the one address of all rollout servers, None where there is no gateway; `rewards_url`, `teacher_url`,
+    `dashboard_url` likewise.
     """
 
     redis_url: str
@@ -66,6 +68,8 @@ class LaunchPlan:
     gateway_url: str | None
     rewards_url: str | None
     teacher_url: str | None
+    dashboard_url: str | None
+    dashboard_port: int
     valkey: ProcessSpec | None
     bus: ProcessSpec
     servers: tuple[ProcessSpec, ...]
@@ -75,6 +79,7 @@ class LaunchPlan:
     trainer: ProcessSpec
     environment: ProcessSpec
     tracking: ProcessSpec | None
+    dashboard: ProcessSpec | None
     warm_start: tuple[ProcessSpec, ...]
 
 
@@ -105,6 +110,7 @@ def plan_launch(
     gateway_url = f"{scheme}://{LOOPBACK}:{ports.gateway}" if has_gateway(settings) else None
     rewards_url = f"{scheme}://{LOOPBACK}:{ports.rewards}" if settings.rewards.enabled else None
     teacher_url = f"{scheme}://{LOOPBACK}:{ports.teacher}" if has_teacher(settings) and not fixed else None
+    dashboard_url = f"{scheme}://{LOOPBACK}:{ports.dashboard}/" if settings.dashboard.enabled else None
     # In its environment variables, where a task of the user's own finds it too.
     judged = {} if rewards_url is None else {"ROLLMESH_REWARDS_URL": rewards_url}
     model = settings.model.path or folder.model
@@ -119,6 +125,8 @@ def plan_launch(
         gateway_url=gateway_url,
         rewards_url=rewards_url,
         teacher_url=teacher_url,
+        dashboard_url=dashboard_url,
+        dashboard_port=ports.dashboard,
         valkey=None if valkey is None else ProcessSpec("valkey", valkey.command()),
         bus=commands.command(
             *("weight-bus", "weight-bus", *run, "--state-file", str(folder.bus_state)),
@@ -167,6 +175,12 @@ def plan_launch(
         tracking=commands.command("tracking", "track", str(folder.root), "--follow")
         if settings.tracking.backends
         else None,
+        dashboard=None
+        if dashboard_url is None
+        else commands.command(
+            *("dashboard", "dashboard", str(folder.root), "--run-id", run_id, "--redis-url", redis_url),
+            *("--port", str(ports.dashboard)),
+        ),
         warm_start=_warm_start(settings, folder, commands, tunables),
     )
 
@@ -382,11 +396,19 @@ class PortReservation:
             holder.close()
         return port
 
-    def of_mesh(self, servers: int, gateway: int = 0) -> MeshPorts:
-        """All ports of a mesh with so many rollout servers. `gateway`: its port, where it is given one."""
-        gateway = self.reserve(gateway)
+    def of_mesh(self, servers: int, gateway: int = 0, dashboard: int = 0) -> MeshPorts:
+        """All ports of a mesh with so many rollout servers. `gateway`, `dashboard`: theirs, where they are given one."""
+        gateway, dashboard = self.reserve(gateway), self.reserve(dashboard)
         redis, bus, rewards, teacher, *others = (self.reserve() for _ in range(4 + servers))
-        return MeshPorts(redis=redis, bus=bus, gateway=gateway, rewards=rewards, servers=tuple(others), teacher=teacher)
+        return MeshPorts(
+            redis=redis,
+            bus=bus,
+            gateway=gateway,
+            rewards=rewards,
+            servers=tuple(others),
+            teacher=teacher,
+            dashboard=dashboard,
+        )
 
     def __enter__(self) -> PortReservation:
         return self

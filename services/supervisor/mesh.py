@@ -37,6 +37,7 @@ from services.security.keys import NO_PLACES, KeyPlaces
 from services.security.tls import read_trust
 from services.supervisor.devices import NOWHERE, environments_here
 from services.supervisor.launch_plan import LaunchPlan, PortReservation, plan_launch, write_users
+from services.supervisor.on_demand import run_on_demand
 from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper, ServiceFailedError
 from services.supervisor.readiness import (
     REDIS_DEADLINE_S,
@@ -76,6 +77,7 @@ class MeshProcesses:
     trainer: ManagedProcess
     environment: ManagedProcess
     tracking: ManagedProcess | None
+    dashboard: ManagedProcess | None
     warm_start: tuple[ManagedProcess, ...]
 
     @property
@@ -92,7 +94,7 @@ class MeshProcesses:
         """Each rank may still have something to say to the next while it stops."""
         return (
             (*self.warm_start, self.environment, self.trainer, *self.servers),
-            (self.bus, *self._at_the_edge, *(() if self.tracking is None else (self.tracking,))),
+            (self.bus, *self._at_the_edge, *(one for one in (self.tracking, self.dashboard) if one is not None)),
             () if self.valkey is None else (self.valkey,),
         )
 
@@ -155,7 +157,7 @@ class Mesh:
         if self._settings.redis_url is None and self._keys.redis is not None:
             write_users(self._folder.redis, self._keys.redis)
         with PortReservation() as ports:
-            reserved = ports.of_mesh(self._settings.servers)
+            reserved = ports.of_mesh(self._settings.servers, dashboard=self._settings.dashboard.port)
             plan = plan_launch(
                 self._settings,
                 self._folder,
@@ -197,6 +199,7 @@ class Mesh:
             trainer=manage(plan.trainer),
             environment=manage(plan.environment),
             tracking=None if plan.tracking is None else manage(plan.tracking),
+            dashboard=None if plan.dashboard is None else manage(plan.dashboard),
             warm_start=tuple(manage(spec) for spec in plan.warm_start),
         )
 
@@ -221,6 +224,10 @@ class Mesh:
                     with writing(self._folder.redis_url):
                         write_whole(self._folder.redis_url, f"{redis_url}\n".encode())
                     self._view.say(f"see how it is: rollmesh status --redis-url {redis_url}")
+                    if processes.dashboard is not None:
+                        self._view.say(f"dashboard: {plan.dashboard_url}")
+                        page = run_on_demand(processes.dashboard, plan.dashboard_port, self._view.say)
+                        lasting.append(tasks.create_task(page))
                     lasting += [tasks.create_task(managed.run()) for managed in processes.services]
                     lasting += [tasks.create_task(self._announce(*named, http)) for named in named_urls(plan)]
                     lasting.append(tasks.create_task(self._show(plan, redis, http)))

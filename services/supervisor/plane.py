@@ -18,6 +18,7 @@ from services.security.permissions import NO_KEYS, Keys
 from services.security.tls import PUBLIC, Trust
 from services.supervisor.launch_plan import LaunchPlan
 from services.supervisor.mesh import STOP_DEADLINE_S
+from services.supervisor.on_demand import run_on_demand
 from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper, Say
 from services.supervisor.readiness import REDIS_DEADLINE_S, first_cause, wait_for_redis
 
@@ -56,7 +57,7 @@ async def run_plane(
     keys: Keys = NO_KEYS,
     trust: Trust = PUBLIC,
 ) -> None:
-    """Start the plane of `plan`, await `during`, stop it. `bus`: whether it has the weight bus.
+    """Start the plane of `plan`, await `during`, stop it. `bus`: whether it has the weight bus, and a dashboard.
 
     Raises RollmeshError where a service gives up, or `during` fails.
     """
@@ -66,6 +67,7 @@ async def run_plane(
 
     valkey = manage(plan.valkey)
     edge = manage(plan.bus if bus else None, plan.gateway, plan.rewards)
+    page = manage(plan.dashboard if bus else None)
     servers = manage(*plan.servers)
     try:
         async with AsyncExitStack() as stack:
@@ -75,13 +77,14 @@ async def run_plane(
                 lasting = [tasks.create_task(each.run()) for each in valkey]
                 await wait_for_redis(redis, REDIS_DEADLINE_S)
                 lasting += [tasks.create_task(each.run()) for each in (*edge, *servers)]
+                lasting += [tasks.create_task(run_on_demand(each, plan.dashboard_port, say)) for each in page]
                 await during()
                 for task in lasting:
                     task.cancel()
     except BaseExceptionGroup as failed:
         raise first_cause(failed) from failed
     finally:
-        await to_its_end(_stop(servers, edge, valkey))
+        await to_its_end(_stop(servers, [*edge, *page], valkey))
 
 
 async def _stop(*ranks: list[ManagedProcess]) -> None:

@@ -40,6 +40,8 @@ class ProcessSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     role: Role = "service"
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
+    inherited: tuple[int, ...] = ()
+    """File descriptors that stay open in it."""
 
 
 class Reaper:
@@ -99,6 +101,7 @@ class Child:
                 stderr=asyncio.subprocess.STDOUT,
                 env={**os.environ, **spec.environment, MARK: reaper.mark},
                 start_new_session=True,
+                pass_fds=spec.inherited,
             )
         reaper.started(process.pid)
         return cls(spec.name, process, log, reaper)

@@ -46,7 +46,7 @@ def serve_in_foreground(settings: RunSettings, keys: KeyPlaces, *, port: int) ->
 async def _serve(settings: RunSettings, keys: KeyPlaces, port: int, console: Console) -> None:
     with PortReservation() as ports:
         # Before anything slow.
-        reserved = ports.of_mesh(settings.servers, gateway=port)
+        reserved = ports.of_mesh(settings.servers, gateway=port, dashboard=settings.dashboard.port)
         resolved = await preflight(settings, keys, trainer=False, label="serve")
         settings, folder, run_id = resolved.settings, resolved.folder, resolved.run_id
         with held(folder):
@@ -99,6 +99,8 @@ async def _stand(plan: LaunchPlan, resolved: Resolved, keys: KeyPlaces, console:
         await asyncio.gather(*(ready(name, url) for name, url in named_urls(plan)))
     redis_url = without_password(plan.redis_url)
     say(f"run {resolved.run_id}; see how it is: rollmesh status --redis-url {redis_url} --run-id {resolved.run_id}")
+    if plan.dashboard_url is not None:
+        say(f"dashboard: {plan.dashboard_url}")
     for command in example_calls(plan, keys):
         say(f"try: {command}")
     say("Ctrl-C stops it")

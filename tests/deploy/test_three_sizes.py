@@ -90,7 +90,7 @@ def test_what_a_rank_takes_is_what_the_page_says(size: str, tmp_path: Path) -> N
 
 def test_on_a_laptop_up_starts_one_trainer_and_one_server(tmp_path: Path) -> None:
     settings = settings_of(SIZES[0])
-    ports = MeshPorts(redis=1, bus=2, gateway=3, rewards=4, servers=(5,), teacher=6)
+    ports = MeshPorts(redis=1, bus=2, gateway=3, rewards=4, servers=(5,), teacher=6, dashboard=7)
     settings = settings.model_copy(update={"engine": "torch"}).with_threads(2, tiny=False)
     plan = plan_launch(settings, RunFolder(tmp_path), "r", ports)
     assert len(plan.servers) == settings.servers == 1

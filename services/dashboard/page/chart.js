@@ -23,7 +23,7 @@ export function short(value) {
  * A chart in `place`.
  *
  * `options`: `title`; `x` (name of the axis); `show` (value → text, default `short`); `range` ([low, high] of y, where it is
- * fixed); `height` (pixels); `series`: [{name, width?, dash?, points?, color?: number of the series' colour}]; `bands`:
+ * fixed); `height` (pixels); `spanGaps` (lines go on across gaps); `axis` (value → text on the axis, default `show`); `series`: [{name, width?, dash?, points?, color?: number of the series' colour}]; `bands`:
  * [[upper, lower]] numbers of series (from 0) to fill between; `onPick`: called with the x that is clicked.
  * Returns `{set(columns), end()}`: `columns` are [xs, ys of each series]; null is a gap. `signal` ends it, too.
  */
@@ -52,7 +52,7 @@ export function chart(place, options, signal) {
         scales: { x: { time: false }, y: options.range ? { range: () => options.range } : {} },
         axes: [
           { ...axis, values: (_, found) => found.map(short) },
-          { ...axis, size: 56, values: (_, found) => found.map(show) },
+          { ...axis, size: 56, values: (_, found) => found.map(options.axis ?? show) },
         ],
         series: [
           {},
@@ -62,7 +62,7 @@ export function chart(place, options, signal) {
             width: each.hidden ? 0 : each.width ?? 1.5,
             dash: each.dash,
             points: { show: each.points ?? false },
-            spanGaps: false,
+            spanGaps: options.spanGaps ?? false,
           })),
         ],
         bands: (options.bands ?? []).map(([upper, lower, color]) => ({

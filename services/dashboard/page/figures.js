@@ -8,6 +8,8 @@ const known = (value) => value !== null && value !== undefined;
 
 export const count = (value) => (known(value) ? value.toLocaleString("en", { maximumFractionDigits: 0 }) : DASH);
 export const share = (value) => (known(value) ? `${(100 * value).toFixed(1)} %` : DASH);
+/** Without decimals, for an axis. */
+export const percent = (value) => (known(value) ? `${Math.round(100 * value)} %` : DASH);
 export const number = (value) => (known(value) ? short(value) : DASH);
 export const fixed = (digits) => (value) => (known(value) ? value.toFixed(digits) : DASH);
 export const milliseconds = (value) => (known(value) ? `${value.toFixed(1)} ms` : DASH);

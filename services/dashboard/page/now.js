@@ -1,8 +1,9 @@
 // The view Now: where the run is, what it does, what holds it up.
 
 import { element, fill, plain } from "./dom.js";
-import { at, bytes, count, duration, figures, fixed, milliseconds, number, share, text } from "./figures.js";
+import { at, bytes, count, duration, figures, fixed, milliseconds, number, percent, share, text } from "./figures.js";
 import { StepCurves } from "./step_curves.js";
+import { table } from "./tables.js";
 
 /** Heading → rows of `figures`, of the state's sections. */
 const PANELS = [
@@ -57,6 +58,8 @@ const PANELS = [
     ["Redis holds", "store.used_bytes", bytes, (state) => ` of ${bytes(state.store.most_bytes)}`],
     ["Dropped", "queue.dropped", count, (state) => causes(state.trainer?.dropped)],
     ["Unaccounted", "queue.unaccounted", count],
+    ["Trained in all", "report.trajectories_trained", count, () => " trajectories"],
+    ["Dropped in all", "report.dropped", (found) => causes(found).trim() || "none"],
   ]],
   ["Health", [
     ["Effective samples", "line.effective_samples", fixed(2)],
@@ -74,13 +77,13 @@ const PANELS = [
 ];
 
 const CHARTS = [
-  { title: "Success of the batch", series: [["success", "success"]], range: [0, 1.02], show: share },
+  { title: "Success of the batch", series: [["success", "success"]], range: [0, 1.02], show: share, axis: percent },
   { title: "Reward", series: [["reward", "reward"]], spread: "reward_spread" },
   { title: "Length, tokens", series: [["length", "response_length"]] },
   { title: "Trained tokens a second", series: [["tokens/s", "tokens_per_s"]] },
   { title: "Staleness, steps", series: [["mean", "staleness_mean"], ["largest", "staleness_max"]] },
   { title: "A step's time, ms", series: [["waiting", "wait_ms"], ["training", "train_ms"], ["publishing", "publish_ms"], ["whole", "step_ms"]] },
-  { title: "Share cut off, and of equal groups", series: [["at the token limit", "truncated"], ["equal rewards", "equal_groups"]], range: [0, 1.02], show: share },
+  { title: "Share cut off, and of equal groups", series: [["at the token limit", "truncated"], ["equal rewards", "equal_groups"]], range: [0, 1.02], show: share, axis: percent },
   { title: "Entropy, nats a token", series: [["entropy", "entropy"]] },
 ];
 
@@ -150,9 +153,10 @@ export default {
       put(parts.waits, JSON.stringify([state.trainer_waits, state.causes]), () => waitsOf(state, context));
       put(parts.engines, JSON.stringify([state.engines, state.line?.version]), () => enginesOf(state));
       put(parts.tasks, JSON.stringify(state.line?.tasks), () => tasksOf(state));
-      for (const { rows, body } of panels) {
+      for (const { rows, body, node } of panels) {
         const values = rows.map(([, path]) => at(state, path));
         put(body, JSON.stringify(values), () => [figures(state, rows)]);
+        node.hidden = values.every((value) => value === null || value === undefined);
       }
       if (changed.includes("line") && (state.line?.step ?? 0) !== step) {
         step = state.line?.step ?? 0;
@@ -236,26 +240,20 @@ function enginesOf(state) {
   const heads = ["Engine", "Version", "Behind", "Running", "Waiting", "Commits", "Last stall", "Open groups", "Wait for admission"];
   return [
     element("h2", {}, "Engines"),
-    element(
-      "div",
-      { class: "scroll", tabindex: "0", role: "region", "aria-label": "Engines, a table" },
-      element(
-        "table",
-        {},
-        element("thead", {}, element("tr", {}, heads.map((head) => element("th", { scope: "col" }, head)))),
-        element(
-          "tbody",
-          {},
-          engines.map((each) =>
-            element(
-              "tr",
-              {},
-              element("th", { scope: "row" }, plain(each.server_id, 60)),
-              [count(each.policy_version), count(Math.max(0, newest - each.policy_version)), count(each.running), count(each.waiting), count(each.commits), milliseconds(each.stalls_ms.at(-1)), count(each.open_groups), count(each.admission_waiting)].map((words) => element("td", {}, words)),
-            ),
-          ),
-        ),
-      ),
+    table(
+      "Engines",
+      heads,
+      engines.map((each) => [
+        each.server_id,
+        count(each.policy_version),
+        count(Math.max(0, newest - each.policy_version)),
+        count(each.running),
+        count(each.waiting),
+        count(each.commits),
+        milliseconds(each.stalls_ms.at(-1)),
+        count(each.open_groups),
+        count(each.admission_waiting),
+      ]),
     ),
   ];
 }
@@ -263,25 +261,12 @@ function enginesOf(state) {
 function tasksOf(state) {
   const tasks = Object.entries(state.line?.tasks ?? {});
   if (tasks.length < 2) return [];
-  const heads = ["Task", "Success", "Reward", "Length", "Groups", "Skipped"];
   return [
     element("h2", {}, "Tasks"),
-    element(
-      "div",
-      { class: "scroll", tabindex: "0", role: "region", "aria-label": "Tasks, a table" },
-      element(
-        "table",
-        {},
-        element("thead", {}, element("tr", {}, heads.map((head) => element("th", { scope: "col" }, head)))),
-        element(
-          "tbody",
-          {},
-          tasks.map(([name, each]) =>
-            element("tr", {}, element("th", { scope: "row" }, plain(name, 80)), [share(each.success), number(each.reward), fixed(1)(each.response_length), count(each.groups), share(each.skipped)].map((words) => element("td", {}, words))),
-          ),
-        ),
-      ),
+    table(
+      "Tasks",
+      ["Task", "Success", "Reward", "Length", "Groups", "Skipped"],
+      tasks.map(([name, each]) => [name, share(each.success), number(each.reward), fixed(1)(each.response_length), count(each.groups), share(each.skipped)]),
     ),
   ];
 }
-

@@ -5,8 +5,8 @@ import { chart } from "./chart.js";
 const MOST = 300;
 
 export class StepCurves {
-  /** `figure`: {title, series: [[name, figure of metrics.jsonl]], spread?: figure, range?, show?}. */
-  constructor(place, { title, series, spread, range, show }, context) {
+  /** `figure`: {title, series: [[name, figure of metrics.jsonl]], spread?: figure, range?, show?, axis?}. */
+  constructor(place, { title, series, spread, range, show, axis }, context) {
     this.names = series.map(([, name]) => name);
     this.spread = spread ?? null;
     const drawn = series.map(([name]) => ({ name }));
@@ -17,6 +17,7 @@ export class StepCurves {
         title,
         range,
         show,
+        axis,
         sync: "steps",
         series: drawn,
         bands: this.spread ? [[series.length, series.length + 1, 0]] : [],

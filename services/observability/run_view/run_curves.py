@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Protocol
 
-from services.observability.run_view.run_files import RunFiles
-from services.policies.progress.curves import Axis, Band, arms, banded, curve_of
+from services.policies.progress.curves import Axis, Band, StepLine, arms, banded, curve_of
+from services.policies.training.evaluation import interval
+from services.wire.run_metrics import EvaluationReport
 
 FIGURES: Mapping[str, str] = MappingProxyType(
     {
@@ -24,10 +26,56 @@ AXES: Mapping[Axis, str] = MappingProxyType(
 )
 
 
-def bands_of(runs: Sequence[RunFiles], figure: str, axis: Axis) -> list[tuple[str, Band]]:
+class Compared(Protocol):
+    """A run beside others. `settings`: by dotted name."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def settings(self) -> Mapping[str, object]: ...
+    @property
+    def lines(self) -> Sequence[SummedLine]: ...
+    @property
+    def evaluation(self) -> EvaluationReport | None: ...
+
+
+class SummedLine(StepLine, Protocol):
+    @property
+    def success(self) -> float: ...
+
+
+def bands_of(runs: Sequence[Compared], figure: str, axis: Axis) -> list[tuple[str, Band]]:
     """The arms' names and curves."""
     named = []
     for arm in arms(runs, [run.settings for run in runs]):
         more = f" and {len(arm) - 1} of other seeds" if len(arm) > 1 else ""
         named.append((f"{arm[0].name}{more}", banded([curve_of(run.lines, figure, axis) for run in arm])))
     return named
+
+
+def figures_of(runs: Sequence[Compared]) -> list[tuple[str, list[str]]]:
+    """Rows of a table: what a figure is, and its value in each run, in words."""
+    last = [run.lines[-1] if run.lines else None for run in runs]
+    held_out = [run.evaluation for run in runs]
+    before = [None if each is None else (each.success_before, each.solved_before, each.samples) for each in held_out]
+    after = [None if each is None else (each.success_after, each.solved_after, each.samples) for each in held_out]
+    spans = [run.lines[-1].time - run.lines[0].time if run.lines else 0.0 for run in runs]
+    return [
+        ("steps", ["0" if line is None else str(line.step) for line in last]),
+        ("held out, before", [_held_out(each) for each in before]),
+        ("held out, after", [_held_out(each) for each in after]),
+        ("success, last batch", ["–" if line is None else f"{line.success:.1%}" for line in last]),
+        ("tokens trained", [f"{sum(line.tokens for line in run.lines):,}" for run in runs]),
+        ("first to last step", [f"{span:,.0f} s" for span in spans]),
+    ]
+
+
+def _held_out(measured: tuple[float, Sequence[int], int] | None) -> str:
+    """With the interval at 95 %, where the answers to each problem were written down."""
+    if measured is None:
+        return "–"
+    success, solved, samples = measured
+    if not solved:
+        return f"{success:.1%}"
+    found = interval(solved, samples)
+    return f"{success:.1%} ({found.low:.1%} to {found.high:.1%})"

@@ -9,9 +9,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal, TypeVar
-
-from services.wire.run_metrics import StepMetrics
+from typing import Literal, Protocol, TypeVar
 
 Axis = Literal["step", "tokens", "time"]
 OWN = frozenset({"run_dir", "redis_url", "seed"})
@@ -21,6 +19,17 @@ PLACES = 60
 SMOOTHED = 5
 """Steps whose mean a run's curve shows: single batches scatter."""
 T = TypeVar("T")
+
+
+class StepLine(Protocol):
+    """What of a line of metrics.jsonl curves are drawn over; their figures are asked for by name."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def time(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ def arms(runs: Sequence[T], settings: Sequence[Mapping[str, object]]) -> list[li
     return list(together.values())
 
 
-def curve_of(lines: Sequence[StepMetrics], figure: str, axis: Axis) -> Curve:
+def curve_of(lines: Sequence[StepLine], figure: str, axis: Axis) -> Curve:
     """A figure of metrics.jsonl over steps, trained tokens, or seconds since the run's first step; smoothed.
 
     Raises AttributeError for a figure that no line has. Steps that do not know it (None) are left out.

@@ -92,7 +92,9 @@ def resolved(case: Case, folder: Path) -> tuple[RunSettings, Placement]:
 
 def devices_of(settings: RunSettings, found: Placement, folder: Path) -> dict[str, dict[str, str]]:
     """What trainer and engines find in their environment of devices and threads."""
-    ports = MeshPorts(redis=1, bus=2, gateway=3, rewards=4, servers=tuple(range(10, 10 + settings.servers)), teacher=5)
+    ports = MeshPorts(
+        redis=1, bus=2, gateway=3, rewards=4, servers=tuple(range(10, 10 + settings.servers)), teacher=5, dashboard=7
+    )
     given = environments(settings, found, [0, 1, 2, 3], [(0, 1, 2, 3)])
     launch = plan_launch(settings, RunFolder(folder), "run", ports, devices=given)
     asked = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS", "ROLLMESH_CORES")

@@ -10,7 +10,7 @@ from services.security.keys import NO_PLACES, KeyPlaces
 from services.supervisor.launch_plan import LaunchPlan, MeshPorts, plan_launch
 from services.supervisor.serve import example_calls
 
-PORTS = MeshPorts(redis=1, bus=2, gateway=8000, rewards=4, servers=(5,), teacher=6)
+PORTS = MeshPorts(redis=1, bus=2, gateway=8000, rewards=4, servers=(5,), teacher=6, dashboard=7)
 
 
 def planned(keys: KeyPlaces) -> LaunchPlan:

@@ -59,7 +59,7 @@ def test_processes_see_their_own_devices_and_keep_near_them() -> None:
     assert "environment" not in given and "rewards" not in given
     assert in_words(found) == "GPUs: trainer 0,1,2; rollout-server-0 4,5; rollout-server-1 6,7; not used: 3"
 
-    ports = MeshPorts(redis=9001, bus=9002, gateway=9003, rewards=9004, servers=(9100, 9101), teacher=9005)
+    ports = MeshPorts(redis=9001, bus=9002, gateway=9003, rewards=9004, servers=(9100, 9101), teacher=9005, dashboard=7)
     launch = plan_launch(settings, RunFolder(Path("/runs/a")), "run-1", ports, devices=given)
     for spec in launch.servers:
         assert spec.environment["CUDA_VISIBLE_DEVICES"] == given[spec.name]["CUDA_VISIBLE_DEVICES"]

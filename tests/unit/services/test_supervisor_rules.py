@@ -70,7 +70,7 @@ def test_a_run_that_has_failed_is_never_started_again_however_long_it_lived() ->
 def plan(*overrides: str, keys: KeyPlaces = NO_PLACES) -> LaunchPlan:
     settings = load_settings(None, ["engine=torch", *overrides]).with_threads(2, tiny=True)
     servers = tuple(range(9100, 9100 + settings.servers))
-    ports = MeshPorts(redis=9001, bus=9002, gateway=9003, rewards=9004, servers=servers, teacher=9005)
+    ports = MeshPorts(redis=9001, bus=9002, gateway=9003, rewards=9004, servers=servers, teacher=9005, dashboard=7)
     return plan_launch(settings, RunFolder(Path("/runs/a")), "run-1", ports, keys)
 
 
@@ -94,7 +94,7 @@ def test_every_process_is_told_by_its_environment_where_the_keys_are_and_no_key_
 
 def test_who_computes_with_weights_has_its_tunables_from_the_start_and_no_service_else() -> None:
     settings = load_settings(None, ["engine=torch"]).with_threads(2, tiny=True)
-    ports = MeshPorts(redis=9001, bus=9002, gateway=9003, rewards=9004, servers=(9100,), teacher=9005)
+    ports = MeshPorts(redis=9001, bus=9002, gateway=9003, rewards=9004, servers=(9100,), teacher=9005, dashboard=7)
     tunables = {VARIABLE: HUGE_PAGES}
     launch = plan_launch(settings, RunFolder(Path("/runs/a")), "run-1", ports, tunables=tunables)
     for spec in (*launch.servers, launch.trainer, launch.warm_start[-1]):
