@@ -36,6 +36,7 @@ from fastapi import FastAPI
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.dashboard.actions import action_routes
 from services.dashboard.compare import compare_routes
 from services.dashboard.curves import curve_routes
 from services.dashboard.events import Watches, event_routes
@@ -82,6 +83,7 @@ def make_dashboard_app(plan: DashboardPlan, stop: Stop) -> FastAPI:
     app.include_router(event_routes(plan, watches, authorizer))
     app.include_router(curve_routes(plan, steps, authorizer))
     app.include_router(compare_routes(plan, steps, authorizer))
+    app.include_router(action_routes(plan, authorizer))
     app.include_router(page_routes(read_page()))
     app.add_middleware(BodyLimit, limit_bytes=_MOST_BODY)
     app.add_middleware(AuthMiddleware, authorizer=authorizer, also_open=OPEN_PATHS)

@@ -60,7 +60,7 @@ class _Mesh:
     """The connections to a run that runs."""
 
     def __init__(self, run: OpenRun, about: About, redis: Redis, http: httpx.AsyncClient, plan: DashboardPlan) -> None:
-        self.status = StatusCollector(redis, run.run_id, http, trust=plan.trust)
+        self.status = StatusCollector(redis, run.run_id, http, trust=plan.trust, part_within_s=_PART_WITHIN_S)
         self.observer = Observer(
             began_at=about.began_at or time.time(),
             steps=about.steps,
@@ -73,6 +73,8 @@ class _Mesh:
         self.runners = RunnerRegistry(redis, run.run_id)
         self.bus = BusLook(http)
         self.sampled: Sampled | None = None
+        self.sections: Sections = {"live": b"true", "about": _encode(about)}
+        """Of the last whole look."""
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -113,6 +115,9 @@ class RunLook:
     async def _look(self, mesh: _Mesh) -> Sections:
         # First, for it knows which engines there are; what it names is asked by the others at once.
         report = await mesh.status.collect(again=False)
+        if report.lost:
+            # Said at once: all else would only wait for Redis once more.
+            return {**mesh.sections, **_of_report(report)}
         mesh.observer.urls = [
             each.url for each in report.services if each.kind == "rollout-server" and each.probe == "ready"
         ]
@@ -122,7 +127,7 @@ class RunLook:
         )
         sampled = Sampled(time.monotonic(), {each.server_id: each.tokens_generated for each in snapshot.engines})
         rate, mesh.sampled = generated_per_s(mesh.sampled, sampled), sampled
-        return {
+        mesh.sections = {
             "live": b"true",
             "about": _encode(self._about),
             **_of_report(report),
@@ -131,6 +136,7 @@ class RunLook:
             "runners": _encode(runners),
             **on_bus,
         }
+        return mesh.sections
 
     async def _enter(self, redis_url: str) -> _Mesh:
         keys = self._plan.keys

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Literal, Protocol, TypeVar
 
 Axis = Literal["step", "tokens", "time"]
-OWN = frozenset({"run_dir", "redis_url", "seed"})
+OWN = frozenset({"run_dir", "redis_url", "seed", "dashboard.enabled", "dashboard.port"})
 """Settings that differ between runs of one arm."""
 PLACES = 60
 """At which curves are read off."""
