@@ -49,6 +49,10 @@ class ConfirmedDrain(Confirmed):
     server_id: str = Field(min_length=1, max_length=256)
 
 
+class _Nothing(BaseModel):
+    """A body without fields."""
+
+
 def action_routes(plan: DashboardPlan, authorizer: Authorizer) -> APIRouter:
     """The routes; all of them need the admin key."""
     router = APIRouter(prefix="/api/runs/{run}/actions", tags=["actions"], dependencies=authorizer.of("operator"))
@@ -71,7 +75,7 @@ def action_routes(plan: DashboardPlan, authorizer: Authorizer) -> APIRouter:
     @router.post("/drain")
     async def drain(run: str, order: ConfirmedDrain, request: Request) -> Draining:
         """A server releases its sessions, which others take over, and ends."""
-        return await ask(request, run, "rollout-server", order.server_id, "/admin/drain", BaseModel(), Draining)
+        return await ask(request, run, "rollout-server", order.server_id, "/admin/drain", _Nothing(), Draining)
 
     @router.post("/hold")
     async def hold(run: str, order: Confirmed, request: Request) -> FleetAnswer:
@@ -83,7 +87,7 @@ def action_routes(plan: DashboardPlan, authorizer: Authorizer) -> APIRouter:
     async def resume(run: str, order: Confirmed, request: Request) -> FleetAnswer:
         """Every engine decodes again."""
         del order
-        return await ask(request, run, "weight-bus", None, "/v1/resume", BaseModel(), FleetAnswer)
+        return await ask(request, run, "weight-bus", None, "/v1/resume", _Nothing(), FleetAnswer)
 
     @router.post("/rollback")
     async def rollback(run: str, order: Confirmed, request: Request) -> RollbackView:

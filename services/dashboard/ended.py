@@ -12,8 +12,8 @@ from services.dashboard.open_runs import OpenRun
 from services.wire.errors import UNDECODABLE, UsageError
 from services.wire.run_metrics import EvaluationReport, StepMetrics, TrainerReport, decode_step_metrics
 
-_LAST_BYTES = 1 << 18
-"""Of metrics.jsonl: many times a line."""
+_LAST_BYTES = 1 << 16
+"""Of metrics.jsonl that are read first: many times a usual line."""
 _encode = msgspec.json.encode
 
 
@@ -95,13 +95,17 @@ def last_step(path: Path) -> StepMetrics | None:
     """The newest whole line of a metrics.jsonl, from its end; None before the first."""
     try:
         with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _LAST_BYTES))
-            found = file.read()
+            size, back = file.seek(0, 2), _LAST_BYTES
+            while True:
+                file.seek(max(0, size - back))
+                found = file.read(size - file.tell())
+                whole = found[: found.rfind(b"\n") + 1]
+                line = next(filter(None, map(decode_step_metrics, reversed(whole.splitlines()))), None)
+                if line is not None or back >= size:
+                    return line
+                back *= 4
     except FileNotFoundError:
         return None
-    whole = found[: found.rfind(b"\n") + 1]
-    return next(filter(None, map(decode_step_metrics, reversed(whole.splitlines()))), None)
 
 
 def evaluation_of(path: Path) -> EvaluationReport | None:

@@ -93,8 +93,7 @@ class Watches:
         """The run is looked at while the block lasts. Raises CapacityError past MOST_PAGES."""
         if self._pages >= MOST_PAGES:
             raise CapacityError(f"{MOST_PAGES} pages are open here", retry_after_s=5.0)
-        # Where it has ended, or began again elsewhere, it is another thing to look at.
-        key = f"{run.name} {run.redis_url}"
+        key = _key(run)
         if key not in self._watches:
             watch = Watch(run, self._make_look)
             self._watches[key] = watch, asyncio.create_task(watch.run(), name=f"looking at {run.name}")
@@ -114,23 +113,30 @@ class Watches:
         """Server-sent events until the caller goes, this service ends or looking at the run fails."""
         async with self.watching(run) as watch:
             told: Sections = {}
-            task = self._watches[f"{run.name} {run.redis_url}"][1]
+            looking = self._watches[_key(run)][1]
             ended = asyncio.create_task(self._ended.wait(), name="end of the service")
             try:
-                while not self._ended.is_set() and not task.done():
+                while not self._ended.is_set() and not looking.done():
                     looked = asyncio.create_task(watch.looked.wait(), name="next look")
-                    changed = {name: text for name, text in watch.sections.items() if told.get(name) != text}
-                    if changed:
-                        told = watch.sections
-                        yield event("change", changed)
-                    await asyncio.wait(
-                        {looked, ended, task}, timeout=STILL_EVERY_S, return_when=asyncio.FIRST_COMPLETED
-                    )
-                    if not looked.done():
+                    try:
+                        changed = {name: text for name, text in watch.sections.items() if told.get(name) != text}
+                        if changed:
+                            told = watch.sections
+                            yield event("change", changed)
+                        done, _ = await asyncio.wait(
+                            {looked, ended, looking}, timeout=STILL_EVERY_S, return_when=asyncio.FIRST_COMPLETED
+                        )
+                        if not done:
+                            yield b"event: still\ndata: {}\n\n"
+                    finally:
                         looked.cancel()
-                        yield b"event: still\ndata:\n\n"
             finally:
                 ended.cancel()
+
+
+def _key(run: OpenRun) -> str:
+    """Where it has ended, or began again elsewhere, it is another thing to look at."""
+    return f"{run.name} {run.redis_url}"
 
 
 def event(name: str, sections: Sections) -> bytes:

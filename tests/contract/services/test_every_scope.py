@@ -19,6 +19,9 @@ from fastapi import FastAPI
 
 from services.config.rewards import RewardSettings
 from services.config.settings import GatewaySettings
+from services.dashboard.app import make_dashboard_app
+from services.dashboard.open_runs import OpenRuns
+from services.dashboard.plan import DashboardPlan
 from services.gateway.app import GatewayPlan, make_gateway_app
 from services.gateway.request import is_proxied
 from services.http.app import Stop
@@ -26,6 +29,7 @@ from services.rewards.app import make_rewards_app
 from services.security.keys import SessionKeys, secret_of_run
 from services.security.permissions import Keys
 from tests.conftest import free_port
+from tests.support.dashboard_runs import make_run
 from tests.support.mesh_command import run_command
 from tests.support.rollout_host import Host, hosting, small_batch
 from tests.support.scripted_engine import ScriptedEngine
@@ -111,6 +115,19 @@ BUS: Scopes = PROBES | {
     "POST /v1/pause": OPERATOR,
     "POST /v1/resume": OPERATOR,
 }
+DASHBOARD: Scopes = PROBES | {
+    "POST /login": EVERYBODY,
+    "POST /logout": READING,
+    "GET /api/who": READING,
+    "GET /api/runs": READING,
+    "GET /api/runs/{run}/events": READING,
+    "GET /api/runs/{run}/steps": READING,
+    "GET /api/compare": READING,
+    **{
+        f"POST /api/runs/{{run}}/actions/{name}": OPERATOR for name in ("drain", "hold", "resume", "rollback", "verify")
+    },
+}
+OF_THE_PAGE = {"/", "/page/{path:path}", "/openapi.json"}
 REWARDS: Scopes = PROBES | {"POST /v1/rewards": AGENT, "GET /v1/rewards": READING}
 # Some routes read the body before they judge the key: these get past that.
 BODIES: dict[str, Any] = {
@@ -242,6 +259,27 @@ async def test_weight_bus(run_id: str) -> None:
         await check(service, BUS, routes)
 
 
+async def test_dashboard(tmp_path: Path) -> None:
+    make_run(tmp_path, "run", steps=2)
+    stop = Stop()
+    app = make_dashboard_app(DashboardPlan(runs=OpenRuns(root=tmp_path), keys=KEYS), stop)
+    assert undocumented(app) == OF_THE_PAGE
+    async with standing(app, stop) as service:
+        service.names = {"run": "run", "path": "app.js"}
+        routes = await service.routes()
+        assert sorted(routes) == sorted(DASHBOARD)
+        # It answers a key that opens nothing here with 401, and is open to whoever shows one.
+        assert [await service.call("POST /login", caller) for caller in ("nobody", "agent")] == [422, 422]
+        scopes = {route: callers for route, callers in DASHBOARD.items() if route != "POST /login"}
+        await check(service, scopes, sorted(scopes))
+        for caller in sorted(EVERYBODY - READING):
+            assert await service.call("GET /page/{path}", caller) in (401, 403), caller
+            # None of these is a scope of the page; nor does the login need one.
+            assert await service.call("GET /page/login.js", caller) == 200, caller
+        for caller in sorted(READING):
+            assert await service.call("GET /page/{path}", caller) == 200, caller
+
+
 async def test_rewards() -> None:
     stop = Stop()
     app = make_rewards_app(RewardSettings(), stop, keys=KEYS)
@@ -252,7 +290,7 @@ async def test_rewards() -> None:
         await check(service, REWARDS, routes)
 
 
-@pytest.mark.parametrize("command", ["rollout-server", "gateway", "weight-bus", "rewards"])
+@pytest.mark.parametrize("command", ["rollout-server", "gateway", "weight-bus", "rewards", "dashboard"])
 def test_beyond_loopback_each_service_names_the_keys_that_it_lacks(
     redis_url: str, run_id: str, tmp_path: Path, command: str
 ) -> None:
@@ -263,6 +301,8 @@ def test_beyond_loopback_each_service_names_the_keys_that_it_lacks(
         options += ["--redis-url", redis_url]
     if command == "rollout-server":
         options += ["--model", str(tmp_path)]
+    if command == "dashboard":
+        options = options[2:6]
     done = run_command([command, *options])
     assert done.code == 2, done.err
     assert "0.0.0.0 is not a loopback address" in done.err
@@ -306,7 +346,13 @@ def test_every_route_is_documented_with_the_keys_that_open_it() -> None:
         part.partition("\n")[0]: dict(re.findall(r"^\| `([A-Z]+ [^`]+)` \| ([^|]*) \|", part, flags=re.MULTILINE))
         for part in parts
     }
-    services = {"Rollout server": ROLLOUT, "Gateway": GATEWAY, "Weight bus": BUS, "Reward service": REWARDS}
+    services = {
+        "Rollout server": ROLLOUT,
+        "Gateway": GATEWAY,
+        "Weight bus": BUS,
+        "Reward service": REWARDS,
+        "Dashboard": DASHBOARD,
+    }
     for name, scopes in services.items():
         own = {route: keys for route, keys in scopes.items() if route not in PROBES}
         assert told[name] == {route: _words(keys) for route, keys in own.items()}
