@@ -66,6 +66,7 @@ _READ_BY = {
     "rollout.max_body_mib": "rollout server, gateway",
     "gateway": "gateway",
     "gateway.enabled": "up",
+    "dashboard": "up",
     "rewards": "reward service",
     "rewards.enabled": "up",
     "trainer": "trainer",

@@ -38,6 +38,7 @@ def dashboard(
     keys_dir: options.KeysDir = None,
     redis_password_file: options.RedisPasswordFile = None,
     tls_dir: options.TlsDir = None,
+    own_url: options.OwnUrl = None,
     fd: Annotated[int | None, typer.Option("--fd", hidden=True, help="A socket that listens, in place of one")] = None,
 ) -> None:
     import socket
@@ -57,8 +58,8 @@ def dashboard(
     require_loopback(listener.getsockname()[0], missing)
     runs = open_runs(names or [], root, run_id, redis_url)
     plan = DashboardPlan(runs=runs, keys=keys, trust=tls.trust, secure=tls.identity is not None)
-    scheme = "http" if tls.identity is None else "https"
-    sys.stdout.write(f"dashboard: {scheme}://{host}:{listener.getsockname()[1]}/\n")
+    url = tls.own_url(host, listener.getsockname()[1], own_url)
+    sys.stdout.write(f"dashboard: {url}/\n")
     sys.stdout.flush()
     stop = Stop()
     serve(make_dashboard_app(plan, stop), host, port, listener=listener, stop=stop, identity=tls.identity)

@@ -50,6 +50,7 @@ def test_our_own_parser_takes_every_command_line(overrides: tuple[str, ...]) -> 
         "rollout": "rollout-server",
         "gateway": "gateway",
         "rewards": "rewards",
+        "dashboard": "dashboard",
         "environment": "play",
         "trainer": "train",
     }
@@ -67,7 +68,7 @@ def test_every_container_is_held_down(overrides: tuple[str, ...]) -> None:
             limits = service["deploy"]["resources"]["limits"]
             assert limits["memory"] and limits["cpus"] and limits["pids"], name
     published = [(name, port["host_ip"]) for name, service in services.items() for port in service.get("ports", [])]
-    assert published == [("gateway", "127.0.0.1")]
+    assert sorted(published) == [("dashboard", "127.0.0.1"), ("gateway", "127.0.0.1")]
 
 
 def test_no_service_is_given_a_key_that_it_does_not_read() -> None:
@@ -77,6 +78,7 @@ def test_no_service_is_given_a_key_that_it_does_not_read() -> None:
         "rollout": GIVEN["rollout-server"],
         "gateway": GIVEN["gateway"],
         "rewards": GIVEN["rewards"],
+        "dashboard": GIVEN["dashboard"],
         "environment": GIVEN["environment"],
         "trainer": GIVEN["trainer"],
         "prometheus": ("metrics",),
