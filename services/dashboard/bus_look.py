@@ -14,7 +14,7 @@ _WITHIN_S = 1.0
 MOST_UPDATES = 12
 """Updates that are remembered here, for their timeline."""
 _ASKED = 2
-"""Updates that one look asks for: where more are made meanwhile, some are never seen."""
+"""Updates that one look asks for, but for the first: where more are made meanwhile, some are never seen."""
 
 
 class BusLook:
@@ -46,7 +46,8 @@ class BusLook:
         self._versions = VersionsView.model_validate_json(answer.content)
         known = {each.version: each.state for each in self._versions.versions[:MOST_UPDATES]}
         self._updates = {version: each for version, each in self._updates.items() if version in known}
-        for version in [version for version, state in known.items() if self._is_new(version, state)][:_ASKED]:
+        most = _ASKED if self._updates else MOST_UPDATES
+        for version in [version for version, state in known.items() if self._is_new(version, state)][:most]:
             one = await self._http.get(f"{url}/v1/updates/{version}")
             if one.status_code == httpx.codes.OK:
                 self._updates[version] = UpdateView.model_validate_json(one.content)

@@ -28,6 +28,7 @@ export default {
       fill(part, made);
     }
 
+    for (const part of [services, servers, runners, updates]) part.hidden = true;
     actions.hidden = !context.live;
     if (context.live) fill(actions, act.panel());
     context.subscribe((state) => {

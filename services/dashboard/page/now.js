@@ -129,6 +129,7 @@ export default {
       element("h2", { class: "between" }, "Curves"),
       charts,
     );
+    for (const part of [parts.head, parts.waits, parts.engines, parts.tasks, ...panels.map((each) => each.node)]) part.hidden = true;
     const drawn = CHARTS.map((each) => {
       const panel = element("section", { class: "panel", "aria-label": each.title });
       charts.append(panel);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,39 +14,24 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from fastapi import FastAPI, Request
-from redis.asyncio import Redis
+from fastapi import Request
 
 from services.dashboard.login import COOKIE, LOGIN_LASTS_S, MOST_LOGINS, Logins
-from services.dashboard.open_runs import OpenRun, OpenRuns
+from services.dashboard.open_runs import OpenRuns
 from services.dashboard.page_files import FOLDER, HEADERS, read_page
 from services.http.app import make_app
 from services.observability.mesh_status.report import MeshReport
-from services.run_store.client import connect
-from services.run_store.discovery import ServerRecord, ServiceRecord, ServiceRegistry
-from services.run_store.keys import RunKeys
-from services.run_store.ledger import Ledger
-from services.run_store.status import TrainerStatus, WaitBoard, post_trainer_status
+from services.run_store.discovery import ServiceKind
 from services.security.permissions import Keys
+from services.supervisor.launch_plan import ValkeyPlan
 from services.wire.gateway_api import Draining
-from tests.support.dashboard_runs import dashboard, learning_step, make_run
+from tests.conftest import free_port, wait_for_port
+from tests.support.dashboard_runs import LiveRun, dashboard, learning_step, make_run, nothing
 from tests.support.mesh_command import run_command
 from tests.support.served_app import served
 from tests.support.until import until
 
 KEYS = Keys(agent="the-agent-key-of-this-test", admin="the-admin-key-of-this-test", peer="the-peer-key-of-this-test")
-
-
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    client = connect(redis_url)
-    yield client
-    await client.aclose()
-
-
-@asynccontextmanager
-async def nothing(_: FastAPI) -> AsyncIterator[None]:
-    yield
 
 
 def shown(key: str | None) -> dict[str, str]:
@@ -160,40 +145,6 @@ async def test_steps_are_joined_to_places_and_asked_for_as_they_grow(tmp_path: P
         assert (await http.get("/api/runs/../steps", params={"figure": "step"})).status_code == 404
 
 
-class Mesh:
-    """A run that runs: a folder, an account, a trainer's status, and services whose readiness a test chooses."""
-
-    def __init__(self, redis: Redis, redis_url: str, run_id: str, root: Path) -> None:
-        self.redis, self.run_id = redis, run_id
-        self.folder = make_run(root, "live", steps=20, done=False)
-        self.runs = OpenRuns((), None, OpenRun("live", run_id, self.folder, redis_url, told=True))
-
-    async def begin(self) -> None:
-        await Ledger(self.redis, self.run_id).begin(0)
-        status = TrainerStatus(
-            step=20, steps=40, k=2, at=time.time(), busy_share=0.6, over_steps=20, tokens_per_s=1234.5,
-            staleness_mean=1.1, staleness_max=2, staleness_histogram={"1": 5}, masked_fraction=0.25,
-            effective_samples=0.9, dropped={"late": 3},
-        )  # fmt: skip
-        await post_trainer_status(self.redis, self.run_id, status)
-
-    async def announce(self, name: str, url: str, kind: str = "rollout-server") -> None:
-        record: ServiceRecord
-        if kind == "rollout-server":
-            record = ServerRecord(
-                name=name,
-                url=url,
-                state="serving",
-                model="m",
-                policy_version=19,
-                max_running=8,
-                lease_s=60.0,
-            )
-        else:
-            record = ServiceRecord(name=name, kind=kind, url=url, lease_s=60.0)  # type: ignore[arg-type]
-        await ServiceRegistry(self.redis, self.run_id).announce([record])
-
-
 @asynccontextmanager
 async def events(url: str, run: str = "live") -> AsyncIterator[Any]:
     """The state of a page: a dictionary that is filled as events come."""
@@ -215,21 +166,16 @@ async def events(url: str, run: str = "live") -> AsyncIterator[Any]:
         await asyncio.gather(reading, return_exceptions=True)
 
 
-async def test_a_live_run_is_told_as_status_and_its_file_tell_it(
-    redis: Redis, redis_url: str, run_id: str, tmp_path: Path
-) -> None:
-    mesh = Mesh(redis, redis_url, run_id, tmp_path)
-    await mesh.begin()
+async def test_a_live_run_is_told_as_status_and_its_file_tell_it(redis_url: str, run_id: str, tmp_path: Path) -> None:
+    run = LiveRun(redis_url, run_id, tmp_path)
     async with served(make_app("s", "0", nothing, list)) as url:
-        await mesh.announce("s0", url)
-        await redis.hset(RunKeys(run_id).open_groups, mapping={"g": b'[7,"s0",1000.0]'})
-        await redis.hset(RunKeys(run_id).owners, mapping={"g": "s0/life"})
-        await WaitBoard(redis, run_id, "trainer").post("the batch of step 21: 2 of 4 groups")
-        async with dashboard(mesh.runs) as page, events(page) as state:
+        await run.begin()
+        await run.announce("s0", url)
+        await run.hold_up("s0", "g")
+        async with dashboard(run.runs) as page, events(page) as state:
             await until(lambda: bool(state), 10.0)
-            told = await asyncio.to_thread(
-                run_command, ["status", "--json", "--run-id", run_id, "--redis-url", redis_url]
-            )
+            command = ["status", "--json", "--run-id", run_id, "--redis-url", redis_url]
+            told = await asyncio.to_thread(run_command, command)
     status = json.loads(told.out)
     names = set(MeshReport.__struct_fields__) - {"run_id", "at"}
     assert names <= set(state)
@@ -237,20 +183,21 @@ async def test_a_live_run_is_told_as_status_and_its_file_tell_it(
     assert len(heard) == 2
     assert {name: state[name] for name in names} == {name: status.get(name) for name in names}
     assert state["causes"][0]["groups"][0]["group"] == "g"
-    line = json.loads(mesh.folder.metrics.read_bytes().splitlines()[-1])
-    assert state["line"] == line
+    assert state["line"] == json.loads(run.folder.metrics.read_bytes().splitlines()[-1])
     assert (state["live"], state["phase"]["name"], state["about"]["k"]) == (True, "training", 2)
 
 
 @pytest.mark.alone
 async def test_a_service_that_ends_is_told_within_three_seconds_and_so_is_its_return(
-    redis: Redis, redis_url: str, run_id: str, tmp_path: Path
+    redis_url: str, run_id: str, tmp_path: Path
 ) -> None:
-    mesh = Mesh(redis, redis_url, run_id, tmp_path)
+    mesh = LiveRun(redis_url, run_id, tmp_path)
     await mesh.begin()
-    kinds = {"s0": "rollout-server", "gateway": "gateway", "weight-bus": "weight-bus", "trainer": "trainer"}
+    kinds: tuple[tuple[str, ServiceKind], ...] = (
+        ("s0", "rollout-server"), ("gateway", "gateway"), ("weight-bus", "weight-bus"), ("trainer", "trainer"),
+    )  # fmt: skip
     async with dashboard(mesh.runs) as page, events(page) as state:
-        for name, kind in kinds.items():
+        for name, kind in kinds:
             app = make_app(name, "0", nothing, list)
 
             def probe(name: str = name) -> str | None:
@@ -266,10 +213,8 @@ async def test_a_service_that_ends_is_told_within_three_seconds_and_so_is_its_re
                 await until(lambda: probe() == "ready", 3.0)
 
 
-async def test_nothing_is_asked_while_no_page_is_open(
-    redis: Redis, redis_url: str, run_id: str, tmp_path: Path
-) -> None:
-    mesh = Mesh(redis, redis_url, run_id, tmp_path)
+async def test_nothing_is_asked_while_no_page_is_open(redis_url: str, run_id: str, tmp_path: Path) -> None:
+    mesh = LiveRun(redis_url, run_id, tmp_path)
     await mesh.begin()
     asked = 0
 
@@ -296,9 +241,9 @@ async def test_nothing_is_asked_while_no_page_is_open(
 
 
 async def test_an_admin_acts_by_the_routes_of_the_services_with_its_own_key(
-    redis: Redis, redis_url: str, run_id: str, tmp_path: Path
+    redis_url: str, run_id: str, tmp_path: Path
 ) -> None:
-    mesh = Mesh(redis, redis_url, run_id, tmp_path)
+    mesh = LiveRun(redis_url, run_id, tmp_path)
     await mesh.begin()
     seen: list[tuple[str, str | None]] = []
     service = make_app("s", "0", nothing, list)
@@ -340,3 +285,32 @@ async def test_a_run_that_ends_is_told_so_and_one_that_is_named_twice_is_one(tmp
         async with httpx.AsyncClient(base_url=url) as http:
             unknown = await http.get("/api/runs/other/events")
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
+
+
+@pytest.mark.alone
+async def test_a_redis_that_dies_is_told_within_three_seconds_and_so_is_its_return(run_id: str, tmp_path: Path) -> None:
+    plan = ValkeyPlan(data_dir=tmp_path, port=free_port())
+    run = LiveRun(plan.url, run_id, tmp_path)
+    process = await started(plan)
+    try:
+        async with dashboard(run.runs) as page, events(page) as state:
+            await run.begin()
+            await until(lambda: state.get("queue") is not None, 5.0)
+            process.kill()
+            await until(lambda: bool(state["unread"]), 3.0)
+            assert state["line"]["step"] == run.step, "what the files say is still shown"
+            process.wait(10)
+            process = await started(plan)
+            await until(lambda: not state["unread"] and state["queue"] is not None, 3.0)
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+async def started(plan: ValkeyPlan) -> subprocess.Popen[bytes]:
+    def start() -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(plan.command(), stdout=subprocess.DEVNULL)
+        wait_for_port(plan.port, process)
+        return process
+
+    return await asyncio.to_thread(start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import pytest
 
 from services.dashboard.open_runs import OpenRuns
 from services.security.permissions import Keys
+from services.supervisor.launch_plan import ValkeyPlan
 from services.wire.run_metrics import StepMetrics, decode_step_metrics
 from tests.support.browser import DESKTOP, PHONE, launched, opened, serious_findings
-from tests.support.dashboard_runs import HOSTILE, dashboard, learning_step, make_run
+from tests.support.dashboard_pictures import draw
+from tests.support.dashboard_runs import HOSTILE, LiveRun, dashboard, learning_step, live_mesh, make_run
 from tests.support.loop_thread import LoopThread
+from tests.support.mesh_command import run_command
 
 VIEWS = ("now", "compare", "fleet")
 KEYS = Keys(agent="the-agent-key-of-this-test", admin="the-admin-key-of-this-test")
@@ -186,3 +190,85 @@ def figures(page: Any) -> dict[str, Any]:
         "[...document.querySelectorAll('[data-figure]')].map((each) => [each.dataset.figure, each.dataset.value])"
     )
     return {name: json.loads(value) for name, value in found}
+
+
+@pytest.fixture(scope="module")
+def live(
+    loop: LoopThread, valkey: ValkeyPlan, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, LiveRun]]:
+    """The dashboard on a run that runs."""
+    run = LiveRun(valkey.url, f"test-{uuid.uuid4().hex[:12]}", tmp_path_factory.mktemp("live"))
+    with loop.during(live_mesh(run)), loop.during(dashboard(run.runs)) as url:
+        loop.call(run.hold_up("s1"))
+        yield url, run
+
+
+def test_the_numbers_of_now_are_those_of_status_and_of_the_file(browser: Any, live: tuple[str, LiveRun]) -> None:
+    url, run = live
+    told = run_command(["status", "--json", "--run-id", run.run_id, "--redis-url", run.redis_url])
+    state = {**json.loads(told.out), "line": json.loads(run.folder.metrics.read_bytes().splitlines()[-1])}
+    with opened(browser, url) as watched:
+        open_view(watched, "now", "live")
+        shown = figures(watched.page)
+        of_state = {name: value for name, value in shown.items() if name.split(".")[0] in state}
+        assert {name.split(".")[0] for name in of_state} == {"line", "trainer", "queue", "store"}
+        for name, value in of_state.items():
+            found: Any = state
+            for part in name.split("."):
+                found = found[part]
+            assert value == found, name
+        assert shown["stall_ms"] == 6.5
+        waits = watched.page.locator("section[aria-label='Why the trainer waits']")
+        assert "15 of 16 groups are complete" in waits.inner_text()
+        assert "group 17 on s1, 5 siblings finished" in waits.inner_text()
+        assert (waits.locator("a").get_attribute("href") or "").endswith("group=g-17")
+        assert watched.errors == []
+
+
+@pytest.mark.parametrize("view", ["now", "fleet"])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_a_live_view_has_no_serious_finding(
+    browser: Any, live: tuple[str, LiveRun], view: str, size: dict[str, int]
+) -> None:
+    with opened(browser, live[0], size=size, dark=size is PHONE) as watched:
+        open_view(watched, view, "live")
+        watched.page.locator("section[aria-label='Weight updates'] svg, canvas").first.wait_for()
+        assert watched.page.evaluate("document.documentElement.scrollWidth") <= size["width"], "nothing is cut off"
+        assert serious_findings(watched.page) == []
+        assert (watched.errors, watched.elsewhere) == ([], [])
+
+
+def test_an_action_is_asked_for_and_confirmed(browser: Any, live: tuple[str, LiveRun]) -> None:
+    with opened(browser, live[0]) as watched:
+        open_view(watched, "fleet", "live")
+        page = watched.page
+        page.get_by_role("button", name="Verify weights").click()
+        assert serious_findings(page) == []
+        page.get_by_role("button", name="Leave it").click()
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url) if request.method == "POST" else None)
+        page.get_by_role("button", name="Hold decoding").click()
+        page.keyboard.press("Escape")
+        assert asked == []
+        page.get_by_role("button", name="Hold decoding").click()
+        page.locator("dialog .primary").click()
+        # This bus has no such route: what it says is shown.
+        page.locator(".answer .bad").wait_for()
+        assert asked == [f"{live[0]}/api/runs/live/actions/hold"]
+
+
+def test_a_page_tells_of_a_dashboard_that_is_gone(browser: Any, loop: LoopThread, place: Path) -> None:
+    with opened(browser, "") as watched:
+        with loop.during(dashboard(OpenRuns(root=place))) as url:
+            watched.origin = url
+            open_view(watched, "now")
+        watched.page.locator("#link[data-state='away']").wait_for(timeout=3000)
+
+
+def test_the_pictures_of_the_documentation_can_be_drawn_anew(browser: Any, tmp_path: Path) -> None:
+    drawn = draw(browser, tmp_path)
+    kept = Path(__file__).parents[3] / "docs" / "images"
+    assert {path.name for path in drawn} == {path.name for path in kept.glob("dashboard-*.png")}
+    for path in drawn:
+        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        assert path.stat().st_size > 40_000, "it shows something"
