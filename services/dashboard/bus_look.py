@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import httpx
 from pydantic import ValidationError
@@ -13,8 +14,10 @@ from services.wire.weights_api import SETTLED, UpdateView, VersionsView
 _WITHIN_S = 1.0
 MOST_UPDATES = 12
 """Updates that are remembered here, for their timeline."""
-_ASKED = 2
-"""Updates that one look asks for, but for the first: where more are made meanwhile, some are never seen."""
+_EVERY_S = 3.0
+"""Between two readings: a look at the services comes more often."""
+_ASKED = 1
+"""Updates that one reading asks for, but for the first: where more are made meanwhile, some are never seen."""
 
 
 class BusLook:
@@ -24,10 +27,12 @@ class BusLook:
         self._http = http
         self._versions: VersionsView | None = None
         self._updates: dict[int, UpdateView] = {}
+        self._read_at = -_EVERY_S
 
     async def read(self, url: str | None) -> Sections:
         """`versions` (VersionsView) and `updates` (UpdateView of the last ones, the newest first)."""
-        if url is not None:
+        if url is not None and time.monotonic() - self._read_at >= _EVERY_S:
+            self._read_at = time.monotonic()
             try:
                 async with asyncio.timeout(_WITHIN_S):
                     await self._read(url)
@@ -43,10 +48,11 @@ class BusLook:
         answer = await self._http.get(f"{url}/v1/versions")
         if answer.status_code != httpx.codes.OK:
             return
+        first = self._versions is None
         self._versions = VersionsView.model_validate_json(answer.content)
         known = {each.version: each.state for each in self._versions.versions[:MOST_UPDATES]}
         self._updates = {version: each for version, each in self._updates.items() if version in known}
-        most = _ASKED if self._updates else MOST_UPDATES
+        most = MOST_UPDATES if first else _ASKED
         for version in [version for version, state in known.items() if self._is_new(version, state)][:most]:
             one = await self._http.get(f"{url}/v1/updates/{version}")
             if one.status_code == httpx.codes.OK:

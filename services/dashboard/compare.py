@@ -126,4 +126,4 @@ def _read(run: OpenRun, steps: StepFiles) -> ComparedRun:
     if run.folder is None:
         raise NotFoundError(f"the run {run.name} has no folder on this machine", "compare where its folder is")
     settings = flat_settings(run.folder.config)
-    return ComparedRun(run.name, settings, steps.of(run.folder), evaluation_of(run.folder.evaluation))
+    return ComparedRun(run.name, settings, steps.lines_of(run.folder), evaluation_of(run.folder.evaluation))

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel
 
 from services.dashboard.plan import DashboardPlan
-from services.dashboard.steps import NAMES, Columns, StepFiles, columns_of
+from services.dashboard.steps import NAMES, Columns, StepFiles, Steps
 from services.http.auth import Authorizer
 from services.wire.errors import NotFoundError
 
@@ -50,8 +50,9 @@ def curve_routes(plan: DashboardPlan, steps: StepFiles, authorizer: Authorizer) 
         if unknown:
             raise NotFoundError(f"no figure {unknown[0][:100]!r}", f"known: {', '.join(NAMES)}")
         folder = plan.runs.named(run).folder
-        lines = () if folder is None else steps.of(folder)
-        return _json(columns_of(lines, figure, after=after, most=most))
+        if folder is None:
+            return _json(Steps().columns(figure))
+        return _json(steps.columns_of(folder, figure, after=after, most=most))
 
     return router
 

@@ -34,7 +34,9 @@ from services.run_store.client import connect, reached_by
 from services.run_store.runners import RunnerRegistry
 from services.security.permissions import Keys
 
-_PART_WITHIN_S = 1.0
+_PART_WITHIN_S = 0.8
+_SELDOM_S = 3.0
+"""Between two readings of what changes seldom."""
 ENDED_PAUSE_S = 2.0
 _encode = msgspec.json.encode
 
@@ -56,6 +58,29 @@ class RunnerLine(msgspec.Struct, frozen=True):
     left: bool
 
 
+class RunnersLook:
+    """The environment runners of a run, read every few seconds."""
+
+    def __init__(self, registry: RunnerRegistry) -> None:
+        self._registry = registry
+        self._found: Sequence[RunnerLine] = ()
+        self._read_at = -_SELDOM_S
+
+    async def read(self) -> Sequence[RunnerLine]:
+        """As of the last reading; none where Redis is away."""
+        if time.monotonic() - self._read_at >= _SELDOM_S:
+            self._read_at = time.monotonic()
+            try:
+                async with asyncio.timeout(_PART_WITHIN_S):
+                    heard = await self._registry.heard()
+            except (RedisError, OSError, TimeoutError):
+                heard = {}
+            self._found = [
+                RunnerLine(name, each.incarnation, each.mark / 1e3, each.left) for name, each in sorted(heard.items())
+            ]
+        return self._found
+
+
 class _Mesh:
     """The connections to a run that runs."""
 
@@ -70,7 +95,7 @@ class _Mesh:
             redis=redis,
             http=http,
         )
-        self.runners = RunnerRegistry(redis, run.run_id)
+        self.runners = RunnersLook(RunnerRegistry(redis, run.run_id))
         self.bus = BusLook(http)
         self.sampled: Sampled | None = None
         self.sections: Sections = {"live": b"true", "about": _encode(about)}
@@ -123,7 +148,7 @@ class RunLook:
         ]
         bus = next((each.url for each in report.services if each.kind == "weight-bus"), None)
         snapshot, on_bus, runners = await asyncio.gather(
-            mesh.observer.collect(_starting(report)), mesh.bus.read(bus), _runners(mesh.runners)
+            mesh.observer.collect(_starting(report)), mesh.bus.read(bus), mesh.runners.read()
         )
         sampled = Sampled(time.monotonic(), {each.server_id: each.tokens_generated for each in snapshot.engines})
         rate, mesh.sampled = generated_per_s(mesh.sampled, sampled), sampled
@@ -196,15 +221,6 @@ def generated_per_s(before: Sampled | None, now: Sampled) -> float | None:
     known = [count - before.tokens[name] for name, count in now.tokens.items() if name in before.tokens]
     # One that began again counts from nothing.
     return sum(count for count in known if count >= 0) / (now.at - before.at) if known else None
-
-
-async def _runners(registry: RunnerRegistry) -> Sequence[RunnerLine]:
-    try:
-        async with asyncio.timeout(_PART_WITHIN_S):
-            heard = await registry.heard()
-    except (RedisError, OSError, TimeoutError):
-        return []
-    return [RunnerLine(name, each.incarnation, each.mark / 1e3, each.left) for name, each in sorted(heard.items())]
 
 
 def _shown(keys: Keys) -> dict[str, str]:

@@ -194,6 +194,12 @@ class StepMetrics(TokenStatistics, CreditStatistics, ValueStatistics, BatchOutco
     commits: int
     update_version: int | None
     update_state: str | None
+    staleness_generation: float = 0.0
+    """Of `staleness_mean`: while trajectories were still sampled. The three sum up to it."""
+    staleness_queue: float = 0.0
+    """From a trajectory's last token until the trainer took its batch."""
+    staleness_training: float = 0.0
+    """By the steps on the batch itself: minibatches and epochs before."""
     epoch: int = 1
     packed_ahead: bool = False
     warnings: dict[str, str] = field(default_factory=dict)

@@ -221,7 +221,7 @@ def rows_of(
         credits = BatchCredits.gathered(Batch.of(groups), credits)
     batch, segments = credits.batch, credits.batch.segments
     by_token, tally, counted = credits.by_token, StalenessTally(), credits.trained[batch.owner]
-    ages = judge_segments(segments, policy_version, k, tally, counted)
+    ages = judge_segments(segments, policy_version, k, tally, counted, batch.owner)
     trains = ages.trains & counted
     if skip_idle:
         signal = np.repeat(segments.span_segment, segments.span_length)[by_token.advantages != 0.0]

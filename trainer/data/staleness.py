@@ -50,6 +50,10 @@ class StalenessTally:
     masked: int = 0
     segments: int = 0
     """Those of which a token may enter the loss."""
+    while_sampled: int = 0
+    """Summed over fresh tokens: steps from their version to the last one that sampled for their own trajectory."""
+    since_taken: int = 0
+    """Steps that were made on this batch before: a part of every token's staleness."""
 
     def count(self, span: WindowedSpan) -> None:
         if span.fresh:
@@ -64,6 +68,21 @@ class StalenessTally:
     @property
     def mean(self) -> float:
         return sum(age * count for age, count in self.histogram.items()) / max(1, self.fresh)
+
+    @property
+    def while_generated(self) -> float:
+        """What of `mean` came about while trajectories were still sampled."""
+        return self.while_sampled / max(1, self.fresh)
+
+    @property
+    def while_trained(self) -> float:
+        """What of `mean` came about by the steps on the batch itself."""
+        return float(self.since_taken) if self.fresh else 0.0
+
+    @property
+    def while_queued(self) -> float:
+        """The rest of `mean`: from a trajectory's last token until the trainer took its batch."""
+        return max(0.0, self.mean - self.while_generated - self.while_trained)
 
     @property
     def largest(self) -> int:
@@ -99,10 +118,15 @@ class SegmentAges:
 
 
 def judge_segments(
-    segments: FlatSegments, policy_version: int, k: int, tally: StalenessTally, counted: BoolArray
+    segments: FlatSegments,
+    policy_version: int,
+    k: int,
+    tally: StalenessTally,
+    counted: BoolArray,
+    owner: Int64Array,
 ) -> SegmentAges:
     """`judge` for many segments at once: each version is judged once. Only segments that are `counted`, `[S]`, are judged
-    and counted; those of the others mean nothing. Raises FutureVersionError."""
+    and counted; those of the others mean nothing. `owner`, `[S]`: their trajectories. Raises FutureVersionError."""
     judging = counted[segments.span_segment]
     segment, start, length = (
         column[judging] for column in (segments.span_segment, segments.span_start, segments.span_length)
@@ -114,6 +138,10 @@ def judge_segments(
         tally.count(span)
     age = np.array([span.staleness for span in judged], dtype=np.int64)[which]
     fresh = np.array([span.fresh for span in judged], dtype=np.bool_)[which]
+    version, of = segments.span_version[judging], owner[segment]
+    last = np.zeros(int(owner.max(initial=-1)) + 1, dtype=np.int64)
+    np.maximum.at(last, of, version)
+    tally.while_sampled += int(((last[of] - version) * length)[fresh].sum())
     values = np.full(len(segments.token_ids), NOT_SAMPLED, dtype=np.int16)
     places = ranges(segments.begins[segment] + start, length)
     values[places] = np.repeat(np.where(fresh, np.minimum(age, _OLDEST), OVER_K), length)

@@ -115,6 +115,7 @@ def prepare(roles: Roles, settings: RunSettings, groups: Groups, updates: int, v
     for number, (epoch, place) in enumerate(shape.places()):
         of_part = of_parts[place]
         rows, tally = rows_of(parts[place], version + number, settings.k, of_part, skip_idle=roles.skips_idle)
+        tally.since_taken = number
         shared = share_out(rows, tally, budget, learner.stem_width, ranks.layout.shares)
         packed = shared.packed(ranks.share, device, learner.stem_width)
         orders = [part_of(shared, share) for share in range(ranks.layout.shares)] if ranks.several else []

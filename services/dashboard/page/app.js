@@ -9,6 +9,7 @@ import rollouts from "./rollouts.js";
 import compare from "./compare.js";
 import fleet from "./fleet.js";
 
+const RUNS_EVERY_MS = 15000;
 /** Name in the address → the view. */
 const VIEWS = { now, rollouts, compare, fleet };
 
@@ -123,6 +124,17 @@ async function start() {
   show();
 }
 
+/** Runs come and end while the page is open; the view stays as it is. */
+async function lookForRuns() {
+  if (document.hidden || mounted === null) return;
+  const found = await call("/api/runs").catch(() => null);
+  if (found === null || JSON.stringify(found.runs) === JSON.stringify(runs)) return;
+  runs = found.runs;
+  const { name, parameters } = address();
+  if (document.activeElement !== choice) drawViews(name, chosenRun(parameters));
+}
+
+setInterval(lookForRuns, RUNS_EVERY_MS);
 choice.addEventListener("change", () => {
   location.hash = written(address().name, new URLSearchParams({ run: choice.value }));
 });

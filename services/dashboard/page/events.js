@@ -10,10 +10,13 @@ export class Events {
     this.state = {};
     this.link = link;
     this.callbacks = new Set();
+    this.onSeen = () => (document.hidden ? this.shut() : this.reopen());
+    document.addEventListener("visibilitychange", this.onSeen);
     this.open();
   }
 
   open() {
+    if (document.hidden) return; // Nobody looks: it is opened again when somebody does.
     this.heard = Date.now();
     this.source = new EventSource(`/api/runs/${encodeURIComponent(this.run)}/events`);
     this.source.addEventListener("change", (event) => this.take(JSON.parse(event.data)));
@@ -43,14 +46,20 @@ export class Events {
     if (Object.keys(this.state).length > 0) callback(this.state, Object.keys(this.state));
   }
 
+  reopen() {
+    this.shut();
+    this.open();
+  }
+
   shut() {
-    this.source.close();
+    this.source?.close();
     clearInterval(this.watch);
     clearTimeout(this.retry);
   }
 
   close() {
     this.shut();
+    document.removeEventListener("visibilitychange", this.onSeen);
     this.callbacks.clear();
   }
 }

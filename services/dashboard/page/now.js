@@ -36,6 +36,9 @@ const PANELS = [
   ["Staleness", [
     ["Mean", "line.staleness_mean", fixed(2), () => " steps"],
     ["Largest", "line.staleness_max", count, (state) => (state.about?.k ? ` of K ${state.about.k}` : "")],
+    ["… while generated", "line.staleness_generation", fixed(2)],
+    ["… in the queue", "line.staleness_queue", fixed(2)],
+    ["… while trained", "line.staleness_training", fixed(2)],
     ["Over K, not trained", "line.masked_fraction", share],
     ["Tokens by steps", "line.staleness_histogram", histogram],
   ]],
@@ -81,7 +84,7 @@ const CHARTS = [
   { title: "Reward", series: [["reward", "reward"]], spread: "reward_spread" },
   { title: "Length, tokens", series: [["length", "response_length"]] },
   { title: "Trained tokens a second", series: [["tokens/s", "tokens_per_s"]] },
-  { title: "Staleness, steps", series: [["mean", "staleness_mean"], ["largest", "staleness_max"]] },
+  { title: "Staleness, steps", series: [["mean", "staleness_mean"], ["generation", "staleness_generation"], ["queue", "staleness_queue"], ["training", "staleness_training"], ["largest", "staleness_max"]] },
   { title: "A step's time, ms", series: [["waiting", "wait_ms"], ["training", "train_ms"], ["publishing", "publish_ms"], ["whole", "step_ms"]] },
   { title: "Share cut off, and of equal groups", series: [["at the token limit", "truncated"], ["equal rewards", "equal_groups"]], range: [0, 1.02], show: share, axis: percent },
   { title: "Entropy, nats a token", series: [["entropy", "entropy"]] },

@@ -3,6 +3,8 @@
 import { chart } from "./chart.js";
 
 const MOST = 300;
+const EVERY_MS = 3000;
+const JOINED_EVERY_MS = 10_000;
 
 export class StepCurves {
   /** `figure`: {title, series: [[name, figure of metrics.jsonl]], spread?: figure, range?, show?, axis?}. */
@@ -47,28 +49,38 @@ export class StepCurves {
   static async update(curves, context) {
     const names = [...new Set(["step", ...curves.flatMap((each) => each.figures())])];
     const kept = curves.kept;
-    if (curves.busy) {
-      curves.again = true;
+    // Places of several steps are filled anew, and seldom: the newest of them is a small part of the whole.
+    const pause = kept && kept.each > 1 ? JOINED_EVERY_MS : EVERY_MS;
+    const early = (curves.asked ?? 0) + pause - Date.now();
+    if (curves.busy || early > 0) {
+      curves.timer ??= setTimeout(() => {
+        curves.timer = null;
+        if (!context.signal.aborted) StepCurves.update(curves, context);
+      }, Math.max(early, EVERY_MS));
       return;
     }
     curves.busy = true;
+    curves.asked = Date.now();
     try {
       const grows = kept && kept.each === 1 && kept.columns.get("step").length < 2 * MOST;
       const after = grows ? kept.last : 0;
       const query = new URLSearchParams([...names.map((name) => ["figure", name]), ["after", after], ["most", MOST]]);
       const found = await context.api(`steps?${query}`);
       const fresh = new Map(found.names.map((name, i) => [name, found.columns[i]]));
-      if (grows && found.each === 1) for (const name of names) kept.columns.get(name).push(...fresh.get(name));
-      curves.kept = grows && found.each === 1 ? { ...kept, last: found.last } : { columns: fresh, each: found.each, last: found.last };
-      for (const each of curves) each.set(curves.kept.columns);
+      if (grows && found.each > 1) {
+        // More have come than are told at once: all of them are asked for.
+        curves.kept = null;
+        curves.asked = 0;
+        setTimeout(() => StepCurves.update(curves, context));
+      } else {
+        if (grows) for (const name of names) kept.columns.get(name).push(...fresh.get(name));
+        curves.kept = grows ? { ...kept, last: found.last } : { columns: fresh, each: found.each, last: found.last };
+        for (const each of curves) each.set(curves.kept.columns);
+      }
     } catch (error) {
       if (error.name !== "AbortError") console.warn(error.message);
     } finally {
       curves.busy = false;
-    }
-    if (curves.again) {
-      curves.again = false;
-      await StepCurves.update(curves, context);
     }
   }
 }

@@ -71,6 +71,10 @@ def plain_rows(
     """One segment at a time."""
     rows, tally = [], StalenessTally()
     for member in (member for group in groups for member in group.members if member.entry in credits):
+        spans = [span for segment in member.payload.segments for span in segment.version_spans]
+        last = max((span.version for span in spans), default=0)
+        fresh = [span for span in spans if version - span.version <= k]
+        tally.while_sampled += sum((last - span.version) * span.length for span in fresh)
         for number, segment in enumerate(member.payload.segments):
             advantages = credits[member.entry].advantages[number]
             if skip_idle and not advantages.any():
@@ -98,6 +102,7 @@ def test_rows_are_those_of_one_segment_at_a_time(
     found, tally = rows_of(groups, VERSION, k, credits, skip_idle=skip_idle)
     wanted, wanted_tally = plain_rows(groups, dict(credits), VERSION, k, skip_idle=skip_idle)
     assert tally == wanted_tally
+    assert tally.while_generated + tally.while_queued + tally.while_trained == pytest.approx(tally.mean)
     assert len(found) == len(wanted)
     for row, plain in zip(found, wanted, strict=True):
         assert (row.token_ids.tobytes(), row.logprobs.tobytes()) == (
