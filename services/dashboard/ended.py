@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from services.config.load import flat_settings
 from services.dashboard.events import Sections
 from services.dashboard.open_runs import OpenRun
+from services.policies.placement.place import Placement
 from services.wire.errors import UNDECODABLE, UsageError
 from services.wire.run_metrics import EvaluationReport, StepMetrics, TrainerReport, decode_step_metrics
 
 _LAST_BYTES = 1 << 16
 """Of metrics.jsonl that are read first: many times a usual line."""
 _encode = msgspec.json.encode
+_Read = TypeVar("_Read")
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +32,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     k: int = 0
     began_at: float | None = None
+    placement: Placement | None = None
 
 
 class PartView(msgspec.Struct, frozen=True):
@@ -68,6 +72,7 @@ def about(run: OpenRun) -> About:
         steps=_number(settings.get("steps")) or 0,
         k=_number(settings.get("k")) or 0,
         began_at=run.folder.config.stat().st_mtime,
+        placement=_read(run.folder.placement, Placement),
     )
 
 
@@ -87,7 +92,7 @@ def ended_sections(run: OpenRun, about: About) -> Sections:
         "phase": _encode(phase),
         "summary": _encode(msgspec.json.decode(folder.summary.read_bytes())) if done else b"null",
         "evaluation_report": _encode(evaluation_of(folder.evaluation)),
-        "report": _encode(_trainer_report(folder.trainer_report)),
+        "report": _encode(_read(folder.trainer_report, TrainerReport)),
     }
 
 
@@ -110,10 +115,7 @@ def last_step(path: Path) -> StepMetrics | None:
 
 def evaluation_of(path: Path) -> EvaluationReport | None:
     """What an evaluation.json says; None where there is none that can be read."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=EvaluationReport)
-    except (OSError, *UNDECODABLE):
-        return None
+    return _read(path, EvaluationReport)
 
 
 def _text(value: object) -> str | None:
@@ -124,8 +126,8 @@ def _number(value: object) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _trainer_report(path: Path) -> TrainerReport | None:
+def _read(path: Path, kind: type[_Read]) -> _Read | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=TrainerReport)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, *UNDECODABLE):
         return None

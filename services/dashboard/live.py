@@ -32,6 +32,7 @@ from services.observability.run_view.snapshot import Snapshot
 from services.policies.progress.phase import Part
 from services.run_store.client import connect, reached_by
 from services.run_store.runners import RunnerRegistry
+from services.run_store.status import Wait
 from services.security.permissions import Keys
 
 _PART_WITHIN_S = 0.8
@@ -148,7 +149,7 @@ class RunLook:
         ]
         bus = next((each.url for each in report.services if each.kind == "weight-bus"), None)
         snapshot, on_bus, runners = await asyncio.gather(
-            mesh.observer.collect(_starting(report)), mesh.bus.read(bus), mesh.runners.read()
+            mesh.observer.collect(_starting(report), (_waits(report), None)), mesh.bus.read(bus), mesh.runners.read()
         )
         sampled = Sampled(time.monotonic(), {each.server_id: each.tokens_generated for each in snapshot.engines})
         rate, mesh.sampled = generated_per_s(mesh.sampled, sampled), sampled
@@ -182,6 +183,10 @@ async def looking(run: OpenRun, plan: DashboardPlan) -> AsyncIterator[Look]:
     """A look at the run."""
     async with AsyncExitStack() as stack:
         yield RunLook(run, plan, stack)
+
+
+def _waits(report: MeshReport) -> dict[str, Wait]:
+    return {each.component: Wait(waiting_for=each.waiting_for, since=each.since) for each in report.waits}
 
 
 def _starting(report: MeshReport) -> list[Part]:

@@ -11,6 +11,7 @@ runs/running-sums-…/
   format           the number of this layout          run-id               its name in Redis and on the wire
                                                       redis-url            the Redis that carries it while it runs
   tracking/        logging backends' own files        progress.json        how far the start is
+  placement.json   the GPUs of each process, where there are GPUs
   lock             held by the `rollmesh up` that works in it
 """
 
@@ -59,6 +60,7 @@ class RunFolder:
         self.bus_state = root / "weight-bus.json"
         self.progress = root / "progress.json"
         """Of the warm start and of evaluations before and after training, while they are made."""
+        self.placement = root / "placement.json"
         self.format = root / "format"
         self.run_id = root / "run-id"
         self.redis_url = root / "redis-url"

@@ -29,7 +29,7 @@ SERVER = "rollout-server-"
 """Before the number of an engine's process."""
 _BESIDE_ENGINE = 2
 """Threads of a rollout server beside its engine's: its event loop, and what stages weights."""
-_NO_DEVICES = ("weight-bus", "gateway", "tracking", "demonstrations")
+_NO_DEVICES = ("weight-bus", "gateway", "dashboard", "tracking", "demonstrations")
 """What computes nothing on a GPU. Environments and rewards may be anybody's code: they see what the user's shell sees."""
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import httpx
+import msgspec
 from redis.asyncio import Redis
 
 from services.config.fitting import annotated
@@ -154,6 +155,8 @@ class Mesh:
             self._folder.run_id.write_text(f"{self._run_id}\n", encoding="utf-8")
             text = annotated(dump_settings(self._settings), self._origins)
             write_whole(self._folder.config, text.encode())
+        if self._placement.places:
+            write_whole(self._folder.placement, msgspec.json.encode(self._placement))
         if self._settings.redis_url is None and self._keys.redis is not None:
             write_users(self._folder.redis, self._keys.redis)
         with PortReservation() as ports:

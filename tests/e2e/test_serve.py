@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.conftest import free_port, wait_for_port
@@ -47,10 +48,16 @@ def test_one_command_serves_a_model_and_prints_a_call_that_works(keys: bool, tin
     run_dir = tmp_path / "plane"
     with running(run_dir, [*command, "--run-dir", str(run_dir)]) as mesh:
         said = list(lines_until(mesh, "Ctrl-C stops it"))
+        (page,) = (line.removeprefix("dashboard: ") for line in said if line.startswith("dashboard: "))
+        key = (tmp_path / "keys" / "agent.key").read_text().strip() if keys else "none"
+        runs = httpx.get(f"{page}api/runs", headers={"authorization": f"Bearer {key}"}, timeout=30.0)
+        strangers = httpx.get(f"{page}api/runs", timeout=30.0)
         opened, answered = (called(line.removeprefix("try: ")) for line in said if line.startswith("try: "))
         done = end_by(mesh, signal.SIGINT)
     servers = {"rollout-server-0", "rollout-server-1"} if keys else {"rollout-server-0"}
     assert {line.split()[0] for line in said if " is ready at http" in line} == {"weight-bus", "gateway", *servers}
+    assert [run["live"] for run in runs.json()["runs"]] == [True]
+    assert strangers.status_code == (401 if keys else 200)
     assert opened["session_id"] == "hello"
     assert answered["object"] == "text_completion"
     assert "everything has stopped" in done.out

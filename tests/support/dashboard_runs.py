@@ -16,8 +16,10 @@ from fastapi import FastAPI
 from services.dashboard.app import make_dashboard_app
 from services.dashboard.open_runs import OpenRun, OpenRuns
 from services.dashboard.plan import DashboardPlan
+from services.host.devices import Device
 from services.host.run_folder import RunFolder
 from services.http.app import Stop, make_app
+from services.policies.placement.place import Place, Placement
 from services.run_store.client import connect
 from services.run_store.discovery import ServerRecord, ServiceKind, ServiceRecord, ServiceRegistry
 from services.run_store.keys import RunKeys
@@ -88,6 +90,17 @@ def make_run(
     return folder
 
 
+def placed() -> Placement:
+    """The trainer and two engines, each on a GPU of its own; one GPU is left."""
+    devices = [Device(str(number), 80 << 30) for number in range(4)]
+    names = ("trainer", "rollout-server-0", "rollout-server-1")
+    places = [
+        Place(name=name, devices=[device], nbytes=52 << 30, words="weights and cache")
+        for name, device in zip(names, devices, strict=False)
+    ]
+    return Placement(places=places, unused=devices[3:])
+
+
 class LiveRun:
     """A run that runs: its folder, its account and trainer's status in Redis, and services that a test serves."""
 
@@ -95,6 +108,7 @@ class LiveRun:
         self.redis_url, self.run_id, self.step, self.steps = redis_url, run_id, step, steps
         self.folder = make_run(root, "live", steps=step, done=False)
         self.folder.config.write_text(self.folder.config.read_text().replace(f"steps = {step}\n", f"steps = {steps}\n"))
+        self.folder.placement.write_bytes(msgspec.json.encode(placed()))
         self.runs = OpenRuns((), None, OpenRun("live", run_id, self.folder, redis_url, told=True))
 
     async def begin(self) -> None:

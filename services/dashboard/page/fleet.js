@@ -1,7 +1,7 @@
 // The view Fleet: services and their load, weight updates over time, and what an admin key may do.
 
 import { element, fill, plain, svg } from "./dom.js";
-import { bytes, clock, count, duration, milliseconds } from "./figures.js";
+import { bytes, clock, count, duration, milliseconds, percent } from "./figures.js";
 import { table } from "./tables.js";
 
 const STATES = { committed: "good", failed: "bad", rolled_back: "warn", cancelled: "warn", superseded: "faint" };
@@ -16,7 +16,8 @@ export default {
     const updates = element("section", { class: "panel wide", "aria-label": "Weight updates" });
     const actions = element("section", { class: "panel wide", "aria-label": "Actions" });
     const dialog = element("dialog", { class: "confirm", "aria-labelledby": "confirm-title" });
-    fill(place, element("h1", {}, "Fleet"), element("div", { class: "panels" }, services, servers, updates, runners, actions), dialog);
+    const devices = element("section", { class: "panel wide", "aria-label": "Devices" });
+    fill(place, element("h1", {}, "Fleet"), element("div", { class: "panels" }, services, servers, devices, updates, runners, actions), dialog);
     const act = new Actions(dialog, context);
     const shown = new Map();
 
@@ -28,10 +29,11 @@ export default {
       fill(part, made);
     }
 
-    for (const part of [services, servers, runners, updates]) part.hidden = true;
+    for (const part of [services, servers, devices, runners, updates]) part.hidden = true;
     actions.hidden = !context.live;
     if (context.live) fill(actions, act.panel());
     context.subscribe((state) => {
+      put(devices, JSON.stringify(state.about?.placement), () => devicesOf(state.about?.placement));
       if (!state.live) {
         put(services, "ended", () => [element("p", { class: "empty" }, "This run has ended: nothing of it runs any more.")]);
         for (const part of [servers, runners, actions]) part.hidden = true;
@@ -48,6 +50,23 @@ export default {
 
   unmount() {},
 };
+
+/** Which process has which GPUs. */
+function devicesOf(placement) {
+  if (!placement || placement.places.length === 0) return [];
+  const named = (found) => found.map((device) => (device.host ? `${device.name} (host ${device.host})` : device.name)).join(", ");
+  return [
+    element("h2", {}, "Devices"),
+    table(
+      "Devices",
+      ["Process", "GPUs", "Takes of each", "Share of it"],
+      [
+        ...placement.places.map((each) => [each.name, named(each.devices), bytes(each.nbytes), each.share === null ? "all" : percent(each.share)]),
+        ...(placement.unused.length > 0 ? [["not used", named(placement.unused), null, null]] : []),
+      ],
+    ),
+  ];
+}
 
 function servicesOf(found, now) {
   return [

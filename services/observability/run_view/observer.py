@@ -37,6 +37,10 @@ LOOKS = 40
 """At engines, that what bounds a run is judged by: the last 20 s."""
 
 
+Told = tuple[dict[str, Wait], Evaluation | None]
+"""Component → what it waits for, and the newest evaluation beside training."""
+
+
 class MetricsTail:
     """Reads a growing `metrics.jsonl` from where it stopped last time."""
 
@@ -93,9 +97,11 @@ class Observer:
         self.urls = urls
         self._looks: deque[tuple[bool, bool]] = deque(maxlen=LOOKS)
 
-    async def collect(self, starting: Sequence[Part] = ()) -> Snapshot:
-        """`starting`: what the run consists of when it starts."""
-        engines, waits, evaluation = await asyncio.gather(self._engines(), self._waits(), self._evaluation())
+    async def collect(self, starting: Sequence[Part] = (), told: Told | None = None) -> Snapshot:
+        """`starting`: what the run consists of when it starts. `told`: what Redis has said to the caller already."""
+        engines, (waits, evaluation) = await asyncio.gather(
+            self._engines(), self._told() if told is None else _at_once(told)
+        )
         tail, folder, now = self._metrics, self._folder, time.time()
         metrics = None if tail is None else tail.read()
         progress = None if folder is None else _read_progress(folder.progress)
@@ -132,6 +138,10 @@ class Observer:
         reports = await asyncio.gather(*(read_engine(self._http, url) for url in self.urls))
         return [report for report in reports if report is not None]
 
+    async def _told(self) -> Told:
+        waits, evaluation = await asyncio.gather(self._waits(), self._evaluation())
+        return waits, evaluation
+
     async def _waits(self) -> dict[str, Wait]:
         try:
             async with asyncio.timeout(1.0):
@@ -145,6 +155,10 @@ class Observer:
                 return next(reversed(await EvaluationStore(self._redis, self._run_id).read()), None)
         except (RedisError, OSError, TimeoutError):
             return None
+
+
+async def _at_once(told: Told) -> Told:
+    return told
 
 
 def bound_of(recent: Collection[StepMetrics], looks: Collection[tuple[bool, bool]], k: int) -> Bound | None:
