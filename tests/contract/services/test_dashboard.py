@@ -47,7 +47,8 @@ async def test_a_login_is_a_cookie_that_ends_and_works_from_this_page_alone(tmp_
         refused = await http.post("/login", json={"key": "x" * 40})
         assert (refused.status_code, refused.headers.get("set-cookie")) == (401, None)
         elsewhere = {"origin": "http://elsewhere.example"}
-        assert (await http.post("/login", json={"key": KEYS.agent}, headers=elsewhere)).status_code == 403
+        for origin in (elsewhere, {"origin": "http://[::1"}, {"origin": "null"}):
+            assert (await http.post("/login", json={"key": KEYS.agent}, headers=origin)).status_code == 403
         entered = await http.post("/login", json={"key": KEYS.agent}, headers={"origin": url})
         cookie = entered.headers["set-cookie"]
         assert all(part in cookie for part in ("HttpOnly", "SameSite=strict", "Path=/"))
@@ -58,9 +59,10 @@ async def test_a_login_is_a_cookie_that_ends_and_works_from_this_page_alone(tmp_
         assert (await http.post(hold, json={"confirmed": True})).status_code == 403, "that is the admin's"
         # A page of elsewhere makes the browser send the cookie.
         assert (await http.post("/logout", headers=elsewhere)).status_code == 403
-        token = http.cookies[COOKIE]
+        name = f"{COOKIE}-{httpx.URL(url).port}"
+        token = http.cookies[name]
         assert (await http.post("/logout", headers={"origin": url})).status_code == 204
-        http.cookies.set(COOKIE, token)
+        http.cookies.set(name, token)
         assert (await http.get("/api/runs")).status_code == 401
 
 
@@ -82,6 +84,7 @@ async def test_without_keys_only_a_name_of_this_machine_is_answered(tmp_path: Pa
             ("127.0.0.1", 200),
             ("[::1]", 200),
             ("rebound.example", 403),
+            ("[::1", 403),
             ("", 403),
         ):
             assert (await http.get("/api/runs", headers={"host": f"{host}:8500"})).status_code == status, host
