@@ -18,6 +18,7 @@ from fastapi import Request
 
 from services.dashboard.login import COOKIE, LOGIN_LASTS_S, MOST_LOGINS, Logins
 from services.dashboard.open_runs import OpenRuns
+from services.dashboard.pace import MOST_S
 from services.dashboard.page_files import FOLDER, HEADERS, read_page
 from services.http.app import make_app
 from services.observability.mesh_status.report import MeshReport
@@ -239,7 +240,7 @@ async def test_nothing_is_asked_while_no_page_is_open(redis_url: str, run_id: st
 
         async def quiet() -> bool:
             before = asked
-            await asyncio.sleep(1.6)
+            await asyncio.sleep(MOST_S + 0.7)
             return asked == before
 
         await until(quiet, 10.0)

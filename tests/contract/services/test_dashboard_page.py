@@ -205,13 +205,15 @@ def live(
 
 def test_the_numbers_of_now_are_those_of_status_and_of_the_file(browser: Any, live: tuple[str, LiveRun]) -> None:
     url, run = live
-    told = run_command(["status", "--json", "--run-id", run.run_id, "--redis-url", run.redis_url])
-    state = {**json.loads(told.out), "line": json.loads(run.folder.metrics.read_bytes().splitlines()[-1])}
+    status = run_command(["status", "--json", "--run-id", run.run_id, "--redis-url", run.redis_url])
+    state = {**json.loads(status.out), "line": json.loads(run.folder.metrics.read_bytes().splitlines()[-1])}
     with opened(browser, url) as watched:
         open_view(watched, "now", "live")
         shown = figures(watched.page)
         of_state = {name: value for name, value in shown.items() if name.split(".")[0] in state}
         assert {name.split(".")[0] for name in of_state} == {"line", "trainer", "queue", "store"}
+        told = ("line.success", "line.reward", "line.response_length", "line.tokens_per_s", "line.staleness_mean")
+        assert {*told, "trainer.busy_share", "queue.in_stream", "queue.dropped", "line.commit_ms"} <= set(of_state)
         for name, value in of_state.items():
             found: Any = state
             for part in name.split("."):
