@@ -15,7 +15,7 @@ _WITHIN_S = 1.0
 MOST_UPDATES = 12
 """Updates that are remembered here, for their timeline."""
 _EVERY_S = 3.0
-"""Between two readings: a look at the services comes more often."""
+"""Between two readings of updates."""
 _ASKED = 1
 """Updates that one reading asks for, but for the first: where more are made meanwhile, some are never seen."""
 
@@ -28,11 +28,12 @@ class BusLook:
         self._versions: VersionsView | None = None
         self._updates: dict[int, UpdateView] = {}
         self._read_at = -_EVERY_S
+        self.begun = 0
+        """How often it was found to have begun again."""
 
     async def read(self, url: str | None) -> Sections:
         """`versions` (VersionsView) and `updates` (UpdateView of the last ones, the newest first)."""
-        if url is not None and time.monotonic() - self._read_at >= _EVERY_S:
-            self._read_at = time.monotonic()
+        if url is not None:
             try:
                 async with asyncio.timeout(_WITHIN_S):
                     await self._read(url)
@@ -48,8 +49,13 @@ class BusLook:
         answer = await self._http.get(f"{url}/v1/versions")
         if answer.status_code != httpx.codes.OK:
             return
-        first = self._versions is None
+        first, before = self._versions is None, self._versions
         self._versions = VersionsView.model_validate_json(answer.content)
+        # It forgets a version for a newer one alone: one that remembers fewer is another process.
+        self.begun += before is not None and len(self._versions.versions) < len(before.versions)
+        if time.monotonic() - self._read_at < _EVERY_S:
+            return
+        self._read_at = time.monotonic()
         known = {each.version: each.state for each in self._versions.versions[:MOST_UPDATES]}
         self._updates = {version: each for version, each in self._updates.items() if version in known}
         most = MOST_UPDATES if first else _ASKED

@@ -25,6 +25,7 @@ from services.dashboard.events import Look, Sections
 from services.dashboard.open_runs import OpenRun, as_it_is_now
 from services.dashboard.pace import pause_after
 from services.dashboard.plan import DashboardPlan
+from services.dashboard.restarts import Restarts
 from services.observability.mesh_status.collector import StatusCollector
 from services.observability.mesh_status.report import MeshReport
 from services.observability.run_view.observer import Observer
@@ -98,6 +99,8 @@ class _Mesh:
         )
         self.runners = RunnersLook(RunnerRegistry(redis, run.run_id))
         self.bus = BusLook(http)
+        self.restarts = Restarts()
+        self.redis = redis
         self.sampled: Sampled | None = None
         self.sections: Sections = {"live": b"true", "about": _encode(about)}
         """Of the last whole look."""
@@ -148,9 +151,14 @@ class RunLook:
             each.url for each in report.services if each.kind == "rollout-server" and each.probe == "ready"
         ]
         bus = next((each.url for each in report.services if each.kind == "weight-bus"), None)
-        snapshot, on_bus, runners = await asyncio.gather(
-            mesh.observer.collect(_starting(report), (_waits(report), None)), mesh.bus.read(bus), mesh.runners.read()
+        snapshot, on_bus, runners, store = await asyncio.gather(
+            mesh.observer.collect(_starting(report), (_waits(report), None)),
+            mesh.bus.read(bus),
+            mesh.runners.read(),
+            _process_of(mesh.redis),
         )
+        begun = {each.name: each.incarnation for each in report.services if each.incarnation is not None}
+        restarts = mesh.restarts.look({**begun, **store, "weight-bus": str(mesh.bus.begun)}, report.at)
         sampled = Sampled(time.monotonic(), {each.server_id: each.tokens_generated for each in snapshot.engines})
         rate, mesh.sampled = generated_per_s(mesh.sampled, sampled), sampled
         mesh.sections = {
@@ -160,6 +168,7 @@ class RunLook:
             **_of_snapshot(snapshot),
             "generated_per_s": _encode(rate),
             "runners": _encode(runners),
+            "restarts": _encode(restarts),
             **on_bus,
         }
         return mesh.sections
@@ -183,6 +192,17 @@ async def looking(run: OpenRun, plan: DashboardPlan) -> AsyncIterator[Look]:
     """A look at the run."""
     async with AsyncExitStack() as stack:
         yield RunLook(run, plan, stack)
+
+
+async def _process_of(redis: Redis) -> dict[str, str]:
+    """Redis as a service: its incarnation is the run id that it gives itself. Empty where it does not say."""
+    try:
+        async with asyncio.timeout(_PART_WITHIN_S):
+            told = await redis.info("server")
+    except (RedisError, OSError, TimeoutError):
+        return {}
+    process = told.get("run_id")
+    return {} if process is None else {"redis": str(process)}
 
 
 def _waits(report: MeshReport) -> dict[str, Wait]:

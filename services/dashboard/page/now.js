@@ -1,7 +1,7 @@
 // The view Now: where the run is, what it does, what holds it up.
 
 import { element, fill, plain } from "./dom.js";
-import { at, bytes, count, duration, figures, fixed, milliseconds, number, percent, share, text } from "./figures.js";
+import { at, bytes, clock, count, duration, figures, fixed, milliseconds, number, percent, share, text } from "./figures.js";
 import { StepCurves } from "./step_curves.js";
 import { table } from "./tables.js";
 
@@ -183,6 +183,7 @@ function troublesOf(state) {
     const words = { refused: "nothing listens at its address", silent: "it does not answer", not_ready: "it is not ready", ready: "it is not heard of in Redis" }[each.probe];
     found.push([state.line || each.probe !== "not_ready" ? "bad" : "warn", `${each.name}: ${words}${why}`]);
   }
+  for (const each of state.restarts ?? []) found.push(["warn", `${each.service} began again at ${clock(each.at)}`]);
   for (const [sign, words] of Object.entries(state.line?.warnings ?? {})) found.push(["bad", `May not learn (${sign}): ${words}`]);
   return found;
 }

@@ -253,6 +253,7 @@ def _service(listed: Listed, probe: Probe, groups: int) -> ServiceView:
         reasons=list(probe.reasons),
         alive=None if record.told_by is not None else listed.alive,
         last_heard=listed.last_heard,
+        incarnation=None if record.told_by is not None else record.incarnation,
         policy_version=None if server is None else server.policy_version,
         state=None if server is None else server.state,
         running=None if server is None else server.running,

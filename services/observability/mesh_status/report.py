@@ -24,6 +24,8 @@ class ServiceView(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its lease lasts; None for one that holds none."""
     last_heard: float
     """Unix seconds."""
+    incarnation: str | None = None
+    """Another one after each start; None for one that does not announce itself."""
     state: ServerState | None = None
     policy_version: int | None = None
     running: int | None = None

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 
 from services.dashboard.pace import LEAST_S, MOST_S, SHARE, pause_after
+from services.dashboard.restarts import Restart, Restarts
 from services.supervisor.on_demand import run_on_demand
 from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper
 from tests.conftest import free_port
@@ -69,6 +70,14 @@ def test_looks_that_cost_more_come_more_seldom_but_never_too_late() -> None:
     assert pause_after(0.0) == LEAST_S
     assert pause_after(0.012) == 0.012 / SHARE
     assert pause_after(10.0) == MOST_S < 3.0
+
+
+def test_a_service_that_is_back_before_it_was_missed_is_told_for_a_minute() -> None:
+    restarts = Restarts()
+    assert restarts.look({"gateway": "a", "s0": "x"}, 0.0) == []
+    assert restarts.look({"gateway": "b", "s0": "x"}, 2.0) == [Restart("gateway", 2.0)]
+    assert restarts.look({"s0": "x"}, 61.0) == [Restart("gateway", 2.0)], "one that is away now is told elsewhere"
+    assert restarts.look({"gateway": "b", "s0": "x"}, 62.0) == []
 
 
 def _listens(port: int) -> bool:
