@@ -39,9 +39,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.dashboard.actions import action_routes
 from services.dashboard.compare import compare_routes
 from services.dashboard.curves import curve_routes
-from services.dashboard.events import Watches, event_routes
-from services.dashboard.live import looking
 from services.dashboard.login import CookieKeys, Logins, SameAddress, login_routes
+from services.dashboard.look.events import Watches, event_routes
+from services.dashboard.look.live import looking
 from services.dashboard.page_files import LOGIN_FILES, PageHeaders, page_routes, read_page
 from services.dashboard.plan import DashboardPlan
 from services.dashboard.run_list import run_routes

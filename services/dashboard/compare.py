@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel
 
 from services.config.load import flat_settings
-from services.dashboard.ended import evaluation_of
+from services.dashboard.look.ended import evaluation_of
 from services.dashboard.open_runs import OpenRun
 from services.dashboard.plan import DashboardPlan
 from services.dashboard.steps import StepFigures, StepFiles

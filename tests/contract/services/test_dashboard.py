@@ -17,8 +17,8 @@ import pytest
 from fastapi import Request
 
 from services.dashboard.login import COOKIE, LOGIN_LASTS_S, MOST_LOGINS, Logins
+from services.dashboard.look.pace import MOST_S
 from services.dashboard.open_runs import OpenRuns
-from services.dashboard.pace import MOST_S
 from services.dashboard.page_files import FOLDER, HEADERS, read_page
 from services.http.app import make_app
 from services.observability.mesh_status.report import MeshReport

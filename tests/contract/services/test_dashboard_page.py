@@ -270,7 +270,7 @@ def test_a_page_tells_of_a_dashboard_that_is_gone(browser: Any, loop: LoopThread
 def test_the_pictures_of_the_documentation_can_be_drawn_anew(browser: Any, tmp_path: Path) -> None:
     drawn = draw(browser, tmp_path)
     kept = Path(__file__).parents[3] / "docs" / "images"
-    assert {path.name for path in drawn} == {path.name for path in kept.glob("dashboard-*.png")}
+    assert {path.name for path in drawn} <= {path.name for path in kept.glob("dashboard-*.png")}
     for path in drawn:
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         assert path.stat().st_size > 40_000, "it shows something"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import httpx
 
-from services.dashboard.pace import LEAST_S, MOST_S, SHARE, pause_after
-from services.dashboard.restarts import Restart, Restarts
+from services.dashboard.look.pace import LEAST_S, MOST_S, SHARE, pause_after
+from services.dashboard.look.restarts import Restart, Restarts
 from services.supervisor.on_demand import run_on_demand
 from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper
 from tests.conftest import free_port

@@ -8,7 +8,7 @@ import time
 import httpx
 from pydantic import ValidationError
 
-from services.dashboard.events import Sections
+from services.dashboard.look.events import Sections
 from services.wire.weights_api import SETTLED, UpdateView, VersionsView
 
 _WITHIN_S = 1.0

@@ -19,13 +19,13 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from services.dashboard.bus_look import BusLook
-from services.dashboard.ended import About, PartView, PhaseView, about, ended_sections
-from services.dashboard.events import Look, Sections
+from services.dashboard.look.bus_look import BusLook
+from services.dashboard.look.ended import About, PartView, PhaseView, about, ended_sections
+from services.dashboard.look.events import Look, Sections
+from services.dashboard.look.pace import pause_after
+from services.dashboard.look.restarts import Restarts
 from services.dashboard.open_runs import OpenRun, as_it_is_now
-from services.dashboard.pace import pause_after
 from services.dashboard.plan import DashboardPlan
-from services.dashboard.restarts import Restarts
 from services.observability.mesh_status.collector import StatusCollector
 from services.observability.mesh_status.report import MeshReport
 from services.observability.run_view.observer import Observer
@@ -114,7 +114,7 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class RunLook:
-    """See `services.dashboard.events.Look`."""
+    """See `services.dashboard.look.events.Look`."""
 
     def __init__(self, run: OpenRun, plan: DashboardPlan, stack: AsyncExitStack) -> None:
         self._run, self._plan, self._stack = run, plan, stack

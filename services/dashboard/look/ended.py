@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from services.config.load import flat_settings
-from services.dashboard.events import Sections
+from services.dashboard.look.events import Sections
 from services.dashboard.open_runs import OpenRun
 from services.policies.placement.place import Placement
 from services.wire.errors import UNDECODABLE, UsageError

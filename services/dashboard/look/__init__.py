@@ -1,0 +1,1 @@
+"""Looks at one run, shared by all pages that show it, and the events that tell them what has changed."""
