@@ -15,6 +15,7 @@ from services.config.base import Section
 from services.config.engines.placement import PlacementSettings
 from services.config.engines.vllm import VllmSettings
 from services.config.rewards import RewardSettings
+from services.config.samples import SampleSettings
 from services.config.tasks import CurriculumSettings, TaskList, TaskSettings, TaskText
 from services.config.traces import TraceSettings
 from services.config.tracking import TrackingSettings
@@ -366,6 +367,7 @@ class RunSettings(Section):
     evaluation: EvaluationSettings = EvaluationSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
     tracking: TrackingSettings = TrackingSettings()
+    samples: SampleSettings = SampleSettings()
 
     @property
     def played(self) -> list[TaskSettings]:

@@ -2,7 +2,7 @@
 
 runs/running-sums-…/
   config.toml      resolved configuration            metrics.jsonl        one line per optimizer step
-  samples.jsonl    decoded rollouts with versions    checkpoints/         and the trainer's step log
+  rollouts/        rollouts that are kept, to read   checkpoints/         and the trainer's step log
   anomalies/       batches that could not be trained
   curves.png       success, length, staleness        logs/                one file per service
   summary.json     the run in one object             evaluation.json, trainer_report.json   what it was made from
@@ -42,7 +42,9 @@ class RunFolder:
         self.root = root
         self.config = root / "config.toml"
         self.metrics = root / "metrics.jsonl"
+        self.rollouts = root / "rollouts"
         self.samples = root / "samples.jsonl"
+        """Of runs that an older rollmesh made, two rollouts a step; nobody writes it."""
         self.logs = root / "logs"
         self.checkpoints = root / "checkpoints"
         self.anomalies = root / "anomalies"
