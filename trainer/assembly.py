@@ -43,6 +43,7 @@ from trainer.loop import Identity, TrainingLoop
 from trainer.memory.options import machine_of
 from trainer.metrics.exporter import open_telemetry
 from trainer.metrics.files import RunRecords, read_metrics
+from trainer.metrics.rollouts import RolloutRecorder
 from trainer.model.learner import Learner
 from trainer.model.precision import use_tf32
 from trainer.model.roles import Roles, make_roles
@@ -113,6 +114,7 @@ def load_roles(arguments: TrainerArguments, teacher: Taught | None, ranks: Ranks
             _log.warning("each rank loads all weights first", why=shared.why_whole)
     roles = make_roles(load, settings, BASE_VERSION, teacher, ranks, fill=fill)
     roles.learner.publishes_adapters = settings.weights.publish == "adapter"
+    roles.learner.keeps_logprobs = settings.samples.share > 0.0
     use_tf32(settings.trainer.tf32, roles.learner.model.device)
     return roles
 
@@ -259,7 +261,8 @@ class Assembly:
             reader=self.reader,
             updates=self._updates(learner, attempts),
             attempts=attempts,
-            records=self._records(tokenizer),
+            records=self._records(),
+            recorder=self._recorder(tokenizer),
             sign=self.sign,
             interrupt=interrupt,
             tracing=self.arguments.tracing,
@@ -317,10 +320,18 @@ class Assembly:
                 f"{path} is no tokenizer ({error})", "give --model a folder with a tokenizer.json"
             ) from error
 
-    def _records(self, tokenizer: Tokenizer) -> RunRecords:
-        records = RunRecords(self.folder.metrics, self.folder.samples, tokenizer)
+    def _records(self) -> RunRecords:
+        records = RunRecords(self.folder.metrics)
         self._stack.callback(records.close)
         return records
+
+    def _recorder(self, tokenizer: Tokenizer) -> RolloutRecorder | None:
+        settings = self.arguments.settings
+        if settings.samples.share == 0.0:
+            return None
+        recorder = RolloutRecorder(self.folder.rollouts, settings.samples, settings.k, tokenizer)
+        self._stack.callback(recorder.close)
+        return recorder
 
     def _store_use(self) -> StoreUse | None:
         store = self.telemetry.store

@@ -47,6 +47,7 @@ from trainer.data.teacher import Teacher
 from trainer.data.teacher_client import TeacherError
 from trainer.io_loop import Background, Interrupt, WaitSign
 from trainer.metrics.files import RunRecords
+from trainer.metrics.rollouts import RolloutRecorder
 from trainer.metrics.step import outcome, step_metrics
 from trainer.model.anomaly import AnomalyError
 from trainer.model.learner import Learner
@@ -99,11 +100,13 @@ class TrainingLoop:
     evaluations: Callable[[], Sequence[Evaluation]]
     """Those made beside training, as far as they were told a moment ago."""
     files: ThreadPoolExecutor
-    """One thread: metrics and samples."""
+    """One thread: metrics and rollouts."""
     saving: Saving
     packing: ThreadPoolExecutor
     """One thread: the next batch's advantages and packing."""
     teacher: Teacher | None = None
+    recorder: RolloutRecorder | None = None
+    """None where no rollouts are kept."""
     unknown_token: int | None = None
     """What the tokenizer puts for text that its vocabulary has not."""
     _settling: list[Future[None]] = field(default_factory=list)
@@ -299,7 +302,13 @@ class TrainingLoop:
                 update=self.updates.newest_state,
             )
             self._line = line = self._watched(line)
-            self.background.watch(self.files.submit(self.records.write, line, step.groups), "metrics")
+            self.background.watch(self.files.submit(self._to_files, line, step), "metrics")
+
+    def _to_files(self, line: StepMetrics, step: Trained) -> None:
+        """On the files' thread. Who reads a step's figures finds its rollouts."""
+        if self.recorder is not None:
+            self.recorder.keep(step, line.time)
+        self.records.write(line)
 
     def _watched(self, line: StepMetrics) -> StepMetrics:
         """With the signs that the run cannot learn; each is logged when it comes up."""

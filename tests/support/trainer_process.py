@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from redis.asyncio import Redis
 
+from services.config.samples import SampleSettings
 from services.config.settings import RolloutSettings, RunSettings, TrainerSettings, WeightSettings
 from services.run_store.ledger import Ledger
 from services.run_store.publishing import TrajectoryWriter
@@ -40,6 +41,7 @@ SETTINGS = RunSettings(
     rollout=RolloutSettings(groups_per_step=GROUPS, group_size=SIZE),
     trainer=TrainerSettings(checkpoint_every=2, batch_timeout_s=60.0),
     weights=WeightSettings(transport="shm"),
+    samples=SampleSettings(cpu_share=1.0),
 )
 
 

@@ -236,6 +236,15 @@ class SharedBatch:
     size: BatchSize
     fresh: int
 
+    @property
+    def sources(self) -> list[Int64Array]:
+        """Of each share, the numbers of its rows' segments, in the order of its passes."""
+        none = np.zeros(0, dtype=np.int64)
+        return [
+            np.concatenate([none, *[rows.segment for rows in passes if rows is not None and rows.segment is not None]])
+            for passes in self.shares
+        ]
+
     def packed(self, share: int, device: torch.device | None = None, stem_width: int | None = None) -> PackedBatch:
         """The passes of one share, as tensors on `device`."""
         passes = lay_passes(self.shares[share], device, stem_width)

@@ -58,7 +58,8 @@ class Row:
     critic's before the batch and what they should have been; None without a critic. `teacher`: float32 `[n]`, its logprobs;
     None without one. `group`: its number among the groups of the step. `right`: it is of a right answer. `kept`: what it
     was sampled from; None where nothing was cut. `experts`: int16 `[n, layers · top]`, what a mixture's layers chose, −1
-    where it is not known; None where nobody says.
+    where it is not known; None where nobody says. `segment`: its number among the segments that the rows were made of; −1
+    where nobody says.
     """
 
     token_ids: Int32Array
@@ -73,6 +74,7 @@ class Row:
     right: bool = False
     kept: KeptColumn | None = None
     experts: Int16Array | None = None
+    segment: int = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +82,7 @@ class Rows(Sequence[Row]):
     """Rows of `lengths` `[R]` tokens, end to end: the columns of `Row`, `[T]` each; `current_until` and `group` `[R]`.
 
     `right`: `[R]`; None where nobody says what a right answer is. `kept_counts`, `kept_ids`: of a `KeptColumn`; None where
-    nothing was cut. `experts`: int16 `[T, layers · top]`, as `Row` has them.
+    nothing was cut. `experts`: int16 `[T, layers · top]`, as `Row` has them. `segment`: `[R]`; None where nobody says.
     """
 
     lengths: Int64Array
@@ -98,6 +100,7 @@ class Rows(Sequence[Row]):
     kept_counts: Int32Array | None = None
     kept_ids: Int32Array | None = None
     experts: Int16Array | None = None
+    segment: Int64Array | None = None
 
     @property
     def contents(self) -> Int32Array:
@@ -138,6 +141,7 @@ class Rows(Sequence[Row]):
             None if kept is None else kept.counts,
             None if kept is None else kept.ids,
             _joined_experts([row.experts for row in rows], lengths),
+            np.array([row.segment for row in rows], dtype=np.int64),
         )
 
     @property
@@ -170,6 +174,7 @@ class Rows(Sequence[Row]):
             None if kept is None else kept.counts,
             None if kept is None else kept.ids,
             None if self.experts is None else self.experts[tokens],
+            None if self.segment is None else self.segment[chosen],
         )
 
     def __len__(self) -> int:
@@ -196,7 +201,8 @@ class Rows(Sequence[Row]):
         kept = None if self.kept is None else self.kept.take(np.arange(own.start, own.stop))
         experts = None if self.experts is None else self.experts[own]
         tokens, logprobs, advantages = self.token_ids[own], self.logprobs[own], self.advantages[own]
-        columns = values, returns, teacher, group, right, kept, experts
+        segment = -1 if self.segment is None else int(self.segment[index])
+        columns = values, returns, teacher, group, right, kept, experts, segment
         return Row(tokens, logprobs, ages, advantages, temperatures, *columns)
 
 
@@ -243,6 +249,7 @@ def rows_of(
         kept_counts=None if kept is None else kept.counts,
         kept_ids=None if kept is None else kept.ids,
         experts=_experts(batch.trajectories, segments.lengths),
+        segment=np.arange(len(segments.lengths)),
     )
     return (rows if trains.all() else rows.take(np.flatnonzero(trains))), tally
 

@@ -1,6 +1,6 @@
-"""Metrics files of a run: metrics.jsonl, samples.jsonl, trainer_report.json, curves.png.
+"""Metrics files of a run: metrics.jsonl, trainer_report.json, curves.png.
 
-The first two are appended to at each step: a torn last line is cut off, no step is written twice.
+The first is appended to at each step: a torn last line is cut off, no step is written twice.
 """
 
 from __future__ import annotations
@@ -13,25 +13,16 @@ from pathlib import Path
 
 import msgspec
 import structlog
-from tokenizers import Tokenizer
 
 from services.host.files import writing
-from services.policies.batching import Group
 from services.policies.length_stats import Lengths, distance
-from services.wire.packed import unpack_tokens
 from services.wire.rollout_api import Evaluation
 from services.wire.run_metrics import (
     LengthReport,
-    Sample,
-    SampledSegment,
-    SampledSpan,
     StepMetrics,
     TrainerReport,
     decode_step_metrics,
 )
-from services.wire.trajectory import Segment, Trajectory
-
-SAMPLES_A_STEP = 2
 
 
 class _Numbered(msgspec.Struct):
@@ -67,70 +58,28 @@ def _step_of(line: bytes) -> int | None:
 
 
 class RunRecords:
-    """Appends to both files. `steps`: those that metrics.jsonl holds; they are not written again by a restarted trainer."""
+    """Appends to metrics.jsonl. `steps`: those that it holds; they are not written again by a restarted trainer."""
 
-    def __init__(self, metrics: Path, samples: Path, tokenizer: Tokenizer) -> None:
+    def __init__(self, metrics: Path) -> None:
         self.steps = {step for step in map(_step_of, _whole_lines(metrics)) if step is not None}
         self._path = metrics
-        self._tokenizer = tokenizer
         self._metrics = _open_at_last_line(metrics)
-        self._samples = _open_at_last_line(samples)
 
-    def write(self, metrics: StepMetrics, groups: Sequence[Group[Trajectory]]) -> None:
-        """One step's line and samples. A step that is there already is left alone. Raises UsageError on a full disk."""
+    def write(self, metrics: StepMetrics) -> None:
+        """One step's line. A step that is there already is left alone. Raises UsageError on a full disk."""
         if metrics.step in self.steps:
             return
         self.steps.add(metrics.step)
         with writing(self._path):
-            for sample in self._choose(metrics.step, groups):
-                self._samples.write(_encoder.encode(sample) + b"\n")
-            self._samples.flush()
             self._metrics.write(_encoder.encode(metrics) + b"\n")
             self._metrics.flush()
 
     def flush(self) -> None:
-        """Everything written so far is in the files when this returns."""
-        self._samples.flush()
+        """Everything written so far is in the file when this returns."""
         self._metrics.flush()
 
     def close(self) -> None:
         self._metrics.close()
-        self._samples.close()
-
-    def _choose(self, step: int, groups: Sequence[Group[Trajectory]]) -> list[Sample]:
-        """The first trajectory, and the first that a weight commit met half-way (else the last one)."""
-        trajectories = [member.payload for group in groups for member in group.members]
-        crossed = next((one for one in trajectories[1:] if len(_versions(one)) > 1), trajectories[-1])
-        return [self._decode(step, one) for one in [trajectories[0], crossed][:SAMPLES_A_STEP]]
-
-    def _decode(self, step: int, trajectory: Trajectory) -> Sample:
-        return Sample(
-            step=step,
-            group=trajectory.group_id,
-            ordinal=trajectory.group_ordinal,
-            member=trajectory.member,
-            task=trajectory.task,
-            server=trajectory.server_id,
-            reward=trajectory.reward,
-            versions=sorted(_versions(trajectory)),
-            segments=[self._segment(segment) for segment in trajectory.segments],
-            tokens=sum(span.length for segment in trajectory.segments for span in segment.version_spans),
-        )
-
-    def _segment(self, segment: Segment) -> SampledSegment:
-        tokens = unpack_tokens(segment.token_ids).tolist()
-        spans = [
-            SampledSpan(span.version, self._text(tokens[span.start : span.start + span.length]))
-            for span in segment.version_spans
-        ]
-        return SampledSegment(self._text(tokens), spans, segment.break_reason)
-
-    def _text(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
-
-
-def _versions(trajectory: Trajectory) -> set[int]:
-    return {span.version for segment in trajectory.segments for span in segment.version_spans}
 
 
 def _open_at_last_line(path: Path) -> BufferedRandom:

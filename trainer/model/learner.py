@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from services.config.settings import TrainerSettings
 from services.wire.errors import UsageError
+from services.wire.packed import Float32Array
 from services.wire.run_metrics import TokenStatistics
 from trainer.algorithms.losses.objective import Objective, TokenTerms
 from trainer.algorithms.losses.tokens import BatchSize
@@ -85,6 +86,10 @@ class Learner:
         self.adapters = adapters
         self.publishes_adapters = False
         """Alone, without the weights that they belong to (`weights.publish`)."""
+        self.keeps_logprobs = False
+        self.sampled_logprobs: list[Float32Array] = []
+        """Of the part that `gradient` computed last, where it `keeps_logprobs`: of each share of the ranks, those of its
+        sampled tokens before the step, in the order of its passes."""
         self.gauge = Gauge(model, self.stem_width, frozen=adapters is not None)
         self.reference = Reference(self._policy, adapters.off) if adapters is not None else reference
         if self.objective.needs_reference and self.reference is None:
@@ -175,7 +180,7 @@ class Learner:
 
         While the policy stays (`stays`) there is none, and the part is only measured.
         """
-        sums = StepSums(self.model.device)
+        sums = StepSums(self.model.device, keeps_logprobs=self.keeps_logprobs)
         # Before all passes of the policy, whose graphs hold on to their activations.
         references = self._of_reference(batch)
         with torch.set_grad_enabled(not self.stays):
@@ -186,6 +191,7 @@ class Learner:
                 parameter.grad = torch.zeros_like(parameter)
         grad_norm = clip_gradients(self._parameters, self.settings.clip_grad_norm)
         statistics = sums.read(grad_norm, self._ranks)
+        self.sampled_logprobs = sums.logprobs
         check_finite(self.steps_made, "policy", statistics.loss, statistics.grad_norm)
         return statistics
 

@@ -9,6 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from services.wire.packed import Float32Array, pack_logprobs, unpack_logprobs
 from services.wire.run_metrics import TokenStatistics
 from trainer.algorithms.losses.objective import Judged
 from trainer.data.packing import MicroBatch
@@ -22,7 +23,11 @@ class StepSums:
     """The last two of those that are current."""
     _OF_FRESH = ("ratio", "ratio_squared", "kl", "clipped", "left_out", "weight", "teacher_kl")
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, keeps_logprobs: bool = False) -> None:
+        """`keeps_logprobs`: those of the sampled tokens can be asked for afterwards."""
+        self.logprobs: list[Float32Array] = []
+        """Of each share of the ranks once they were read, current and in the order of its passes; empty unless kept."""
+        self._kept: list[Tensor] | None = [] if keeps_logprobs else None
         self._loss = torch.zeros(1, device=device)
         self._sampled, self._largest = (torch.zeros(len(self._OF_SAMPLED), device=device) for _ in range(2))
         self._fresh, self._largest_ratio = (
@@ -35,6 +40,8 @@ class StepSums:
     @torch.no_grad()
     def add(self, micro: MicroBatch, logprobs: Tensor, loss: Tensor, judged: Judged) -> None:
         """`logprobs`: current, of the sampled tokens, `[M]`, without gradient; `loss`: this micro-batch's share."""
+        if self._kept is not None:
+            self._kept.append(logprobs)
         difference = logprobs - micro.behaviour
         log_ratio = difference[micro.chosen]
         ratio, gap, current = log_ratio.exp(), difference.abs(), micro.current.to(difference.dtype)
@@ -83,10 +90,15 @@ class StepSums:
             peak=dict(zip(self._OF_SAMPLED, values[3 + len(names) :], strict=False)),
             figures=dict(zip(self._figures, values[len(values) - len(self._figures) :], strict=True)),
             counts=self._counts,
+            logprobs=self._read_logprobs(),
         )
+        told = [sums]
         if ranks is not None and ranks.several:
-            told = ranks.of_shares(ranks.gather(msgspec.msgpack.encode(sums)))
-            sums = _added([msgspec.msgpack.decode(each, type=_Sums) for each in told])
+            gathered = ranks.of_shares(ranks.gather(msgspec.msgpack.encode(sums)))
+            told = [msgspec.msgpack.decode(each, type=_Sums) for each in gathered]
+            sums = _added(told)
+        if self._kept is not None:
+            self.logprobs = [unpack_logprobs(each.logprobs) for each in told]
         total, peak = sums.total, sums.peak
         sampled, fresh, current = sums.counts["sampled"], sums.counts["fresh"], int(total["current"])
         return TokenStatistics(
@@ -110,9 +122,13 @@ class StepSums:
             figures={name: _mean(figure, fresh) for name, figure in sums.figures.items()},
         )
 
+    def _read_logprobs(self) -> bytes:
+        """The device has computed them by now."""
+        return pack_logprobs(torch.cat(self._kept).float().cpu().numpy()) if self._kept else b""
+
 
 class _Sums(msgspec.Struct):
-    """What one rank added up, by name."""
+    """What one rank added up, by name. `logprobs`: packed, of its sampled tokens; empty unless kept."""
 
     loss: float
     largest_ratio: float
@@ -120,6 +136,7 @@ class _Sums(msgspec.Struct):
     peak: dict[str, float]
     figures: dict[str, float]
     counts: dict[str, int]
+    logprobs: bytes = b""
 
 
 def _added(parts: Sequence[_Sums]) -> _Sums:

@@ -21,8 +21,11 @@ import structlog
 from services.config.settings import RunSettings, TrainerSettings
 from services.policies.batching import Group
 from services.policies.token_budget import smaller_budget
+from services.wire.packed import Float32Array
 from services.wire.run_metrics import CreditStatistics, DeviceUse, TokenStatistics, ValueStatistics
 from services.wire.trajectory import Trajectory
+from trainer.algorithms.advantages.batch import Int64Array
+from trainer.algorithms.advantages.compute import BatchCredits
 from trainer.algorithms.advantages.rewards import Batch
 from trainer.data.packing import PackedBatch, share_out
 from trainer.data.rows import rows_of
@@ -43,6 +46,9 @@ class Trained:
     """One optimizer step, number `step` of the run. `version`: that it made; `epoch`: from 1; `rows`: segments that gave a
     gradient; `credited`: of the whole batch; `packed_ahead`: the batch came prepared.
 
+    `credits`: of the part that was trained on; `logprobs`, `sources`: of each share of the ranks, the policy's logprobs
+    before the step (`Learner.sampled_logprobs`), and the segments of the part that they are of; without any unless kept.
+
     `pack_s`: seconds that the training thread took to compute advantages and pack the batch, 0 but for its first step, and
     where that was done ahead; `train_s`: of the step itself. `used`: of memory and arithmetic.
     """
@@ -60,6 +66,9 @@ class Trained:
     pack_s: float
     train_s: float
     used: DeviceUse
+    credits: BatchCredits
+    logprobs: Sequence[Float32Array]
+    sources: Sequence[Int64Array]
     packed_ahead: bool = False
 
     @property
@@ -91,13 +100,16 @@ class PreparedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedStep:
-    """`epoch`: from 1; `part`: of the batch; `rows`: segments that give a gradient."""
+    """`epoch`: from 1; `part`: of the batch; `rows`: segments that give a gradient; `sources`: which of the part's, in the
+    order of each share's passes."""
 
     epoch: int
     part: Batch
+    credits: BatchCredits
     tally: StalenessTally
     rows: int
     packed: PackedBatch
+    sources: list[Int64Array]
     orders: list[Part]
     """What other ranks train on, by their share of the rows; empty where there is one rank."""
 
@@ -119,8 +131,18 @@ def prepare(roles: Roles, settings: RunSettings, groups: Groups, updates: int, v
         shared = share_out(rows, tally, budget, learner.stem_width, ranks.layout.shares)
         packed = shared.packed(ranks.share, device, learner.stem_width)
         orders = [part_of(shared, share) for share in range(ranks.layout.shares)] if ranks.several else []
+        sources = shared.sources if learner.keeps_logprobs else []
         steps.append(
-            PreparedStep(epoch=epoch, part=of_part.batch, tally=tally, rows=len(rows), packed=packed, orders=orders)
+            PreparedStep(
+                epoch=epoch,
+                part=of_part.batch,
+                credits=of_part,
+                tally=tally,
+                rows=len(rows),
+                packed=packed,
+                sources=sources,
+                orders=orders,
+            )
         )
     return PreparedBatch(settings=settings, groups=groups, version=version, steps=steps, credited=credited)
 
@@ -232,6 +254,9 @@ def _steps(
             pack_s=pack_s,
             train_s=ended - ready,
             used=learner.gauge.read(step.packed, ended - ready),
+            credits=step.credits,
+            logprobs=learner.sampled_logprobs,
+            sources=step.sources,
             packed_ahead=ahead,
         )
         pack_s, ready = 0.0, time.perf_counter()

@@ -37,6 +37,7 @@ _DTYPES = {
     "kept_counts": np.int32,
     "kept_ids": np.int32,
     "experts": np.int16,
+    "segment": np.int64,
 }
 """The columns of `Rows`, in its order."""
 

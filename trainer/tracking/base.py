@@ -1,6 +1,6 @@
 """What a logging backend gets of a run, and the interface of each.
 
-metrics.jsonl, samples.jsonl, evaluations.json ──► Figures, one a step ──► Tracker ──► its files, or its server
+metrics.jsonl, rollouts/, evaluations.json ──► Figures, one a step ──► Tracker ──► its files, or its server
 """
 
 from __future__ import annotations

@@ -22,32 +22,20 @@ from pydantic import ValidationError
 from services.host.files import LineTail
 from services.host.run_folder import RunFolder
 from services.policies.backoff import growing_delay
-from services.wire.errors import UNDECODABLE
+from services.run_store.rollouts.samples import samples_of_step
+from services.run_store.rollouts.search import RolloutReader
+from services.wire.errors import UNDECODABLE, RollmeshError
 from services.wire.rollout_api import Evaluation, Evaluations
+from services.wire.run_metrics import Sample
 from trainer.tracking.base import Figures, Tracker, flattened
 
 READ_EVERY_S = 1.0
 LONGEST_PAUSE_S = 60.0
 CLOSE_WITHIN_S = 15.0
 _LOOK_EVERY_S = 0.05
-_SAMPLES_KEPT = 512
-"""Steps whose samples wait for their figures."""
+SAMPLES_A_STEP = 2
 
 _log = structlog.get_logger()
-
-
-class _Span(msgspec.Struct):
-    text: str
-
-
-class _Sampled(msgspec.Struct):
-    """What is shown of a line of samples.jsonl."""
-
-    step: int
-    task: str
-    reward: float
-    versions: list[int]
-    segments: list[_Span]
 
 
 @dataclass
@@ -55,30 +43,29 @@ class FolderReader:
     """New steps of a run folder, each with its samples and the evaluations told since the step before."""
 
     folder: RunFolder
-    _samples: dict[int, list[str]] = field(default_factory=dict)
     _evaluated: int = -1
 
     def __post_init__(self) -> None:
-        self._metrics_tail, self._samples_tail = LineTail(self.folder.metrics), LineTail(self.folder.samples)
+        self._metrics_tail, self._rollouts = LineTail(self.folder.metrics), RolloutReader(self.folder.rollouts)
 
     def read(self) -> list[Figures]:
         """Those whose lines were added since the last call. What cannot be read is left out."""
-        # Samples of a step are written before its figures.
+        # Rollouts of a step are written before its figures.
         lines = self._metrics_tail.new_lines()
-        for line in self._samples_tail.new_lines():
-            with suppress(*UNDECODABLE):
-                sample = msgspec.json.decode(line, type=_Sampled)
-                self._samples.setdefault(sample.step, []).append(_as_text(sample))
         figures = []
         for line in lines:
             with suppress(*UNDECODABLE, KeyError, TypeError, ValueError):
                 tree = msgspec.json.decode(line)
                 step, at = int(tree["step"]), float(tree["time"])
-                figures.append(Figures(step, at, flattened(tree), "\n\n".join(self._samples.pop(step, []))))
-        for step in sorted(self._samples)[:-_SAMPLES_KEPT]:
-            del self._samples[step]
+                figures.append(Figures(step, at, flattened(tree), self._samples_of(step)))
         self._add_evaluations(figures)
         return figures
+
+    def _samples_of(self, step: int) -> str:
+        """Empty where none of the step are kept, or they cannot be read."""
+        with suppress(RollmeshError):
+            return "\n\n".join(map(_as_text, samples_of_step(self._rollouts, step, SAMPLES_A_STEP)))
+        return ""
 
     def summary(self) -> dict[str, float] | None:
         """Figures of a run that has ended well; None of one that has not."""
@@ -108,7 +95,7 @@ def _as_figures(evaluation: Evaluation) -> dict[str, float]:
     return figures
 
 
-def _as_text(sample: _Sampled) -> str:
+def _as_text(sample: Sample) -> str:
     text = "\n".join(segment.text for segment in sample.segments)
     versions = ", ".join(map(str, sample.versions))
     return f"reward {sample.reward:g}, versions {versions}\n\n{text}"

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from services.config.load import dump_settings  # noqa: E402
 from services.config.training.optimizer import OptimizerSettings, ScheduleSettings  # noqa: E402
 from services.wire.run_metrics import TrainerReport  # noqa: E402
+from tests.support.kept_rollouts import read_samples  # noqa: E402
 from tests.support.trainer_process import GROUPS, SETTINGS, SIZE, STEPS, TrainerMesh, ended, undisturbed  # noqa: E402
 from tests.support.trajectories import a_rollout, a_segment, grouped, random_trajectories  # noqa: E402
 from tests.weight_parts import eventually  # noqa: E402
@@ -67,11 +68,11 @@ async def test_killed_stopped_and_restarted_a_run_ends_with_the_same_bytes(mesh:
     assert mesh.engine.receiver.version == STEPS
     assert [line.step for line in read_metrics(mesh.run_dir / "metrics.jsonl")] == [*range(1, STEPS + 1)]
     assert (mesh.run_dir / "curves.png").stat().st_size > 0
-    samples = [json.loads(line) for line in (mesh.run_dir / "samples.jsonl").read_text().splitlines()]
-    assert {sample["step"] for sample in samples} == {*range(1, STEPS + 1)}
-
     accounts = await mesh.ledger.accounts()
     assert accounts.trained == STEPS * GROUPS * SIZE - 1
+    kept = [(sample.step, sample.group, sample.member) for sample in read_samples(mesh.run_dir)]
+    assert {step for step, _, _ in kept} == {*range(1, STEPS + 1)}
+    assert len(kept) == len(set(kept)) == accounts.trained, "none is there twice, and none is missing"
     assert (report["lost_siblings"], report["dropped"]) == (1, accounts.dropped)
     assert (report["lengths_trained"]["episodes"], report["lengths_generated"]["episodes"]) == (
         accounts.trained,
