@@ -88,6 +88,7 @@ _READ_BY = {
     "telemetry.trainer_host": "trainer",
     "telemetry.trainer_port": "trainer",
     "tracking": "trainer",
+    "samples": "trainer",
 }
 
 

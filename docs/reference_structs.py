@@ -103,7 +103,7 @@ def run_files_page() -> str:
     ]
     for heading, kind in (
         ("metrics.jsonl: a line for each optimizer step", StepMetrics),
-        ("samples.jsonl: a line for each rollout that is kept", Sample),
+        ("rollmesh samples --json: a line for each rollout", Sample),
         ("summary.json", Summary),
         ("evaluation.json", EvaluationReport),
         ("trainer_report.json", TrainerReport),

@@ -14,10 +14,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME
 
-from services.observability.run_view.observer import MetricsTail, bound_of, read_sample
+from services.observability.run_view.observer import MetricsTail, bound_of
 from services.observability.run_view.snapshot import Snapshot
 from services.policies.progress.phase import Phase
 from services.run_store.status import Wait
+from services.runs.samples import read_sample
 from services.supervisor.view.screen import screen
 from services.wire.rollout_api import EngineReport
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -184,56 +184,31 @@ def samples(
 ) -> None:
     """Read rollouts of a run: prompt, answer, reward, and the policy versions that sampled it.
 
-    A run keeps two a step, in samples.jsonl. What the policy sampled is bold.
+    How many a run keeps, samples.share, samples.max_bytes and samples.cpu_share say. What the policy sampled is bold.
     """
     import msgspec
     from rich.console import Console
 
     from services.host.run_folder import found_run
+    from services.runs.samples import Wanted, choose
 
     folder = found_run(name, root)
-    wanted = _Wanted(_between("--step", step), _between("--reward", reward), _between("--length", length), text, task)
-    kept = list(_read_samples(folder))
-    chosen = sorted(filter(wanted.takes, kept), key=_KEYS[sort])
-    shown = chosen[-last:]
+    between = _between("--step", step), _between("--reward", reward), _between("--length", length)
+    chosen = choose(folder, Wanted(*between, text, task, sort.value), last)
     if as_json:
-        sys.stdout.writelines(msgspec.json.encode(sample).decode() + "\n" for sample in shown)
+        sys.stdout.writelines(msgspec.json.encode(sample).decode() + "\n" for sample in chosen.shown)
         return
     console = Console(highlight=False, markup=False)
-    for sample in shown:
+    for sample in chosen.shown:
         _show_sample(console, sample)
-    others = "" if chosen else _steps_of(kept)
-    console.print(f"{len(shown)} of {len(chosen)} samples, of {folder.root}{others}", soft_wrap=True)
+    of = str(chosen.count) if chosen.counted else "more"
+    others = "" if chosen.count else _steps_of(chosen.kept)
+    console.print(f"{len(chosen.shown)} of {of} samples, of {folder.root}{others}", soft_wrap=True)
 
 
-def _steps_of(kept: Sequence[Sample]) -> str:
+def _steps_of(kept: tuple[int, int] | None) -> str:
     """Which there are, for one who asked for others."""
-    if not kept:
-        return ": none are kept"
-    steps = [sample.step for sample in kept]
-    return f": samples of steps {min(steps)} to {max(steps)} are kept"
-
-
-_KEYS = {
-    Order.step: lambda sample: sample.step,
-    Order.reward: lambda sample: (sample.reward, sample.step),
-    Order.length: lambda sample: (sample.tokens or 0, sample.step),
-}
-
-
-class _Wanted:
-    def __init__(self, step: _Range, reward: _Range, length: _Range, text: str | None, task: str | None) -> None:
-        self._step, self._reward, self._length, self._text, self._task = step, reward, length, text, task
-
-    def takes(self, sample: Sample) -> bool:
-        if self._task is not None and sample.task != self._task:
-            return False
-        if self._text is not None and not any(self._text in segment.text for segment in sample.segments):
-            return False
-        measured = ((self._step, sample.step), (self._reward, sample.reward), (self._length, sample.tokens))
-        return all(
-            wanted is None or (value is not None and wanted[0] <= value <= wanted[1]) for wanted, value in measured
-        )
+    return ": none are kept" if kept is None else f": samples of steps {kept[0]} to {kept[1]} are kept"
 
 
 _Range = tuple[float, float] | None
@@ -249,22 +224,6 @@ def _between(option: str, text: str | None) -> _Range:
         return lowest, (float(high) if high else float("inf")) if dots else lowest
     except ValueError as error:
         raise UsageError(f"{option} {text!r} is no number and no range", "write 3, 3..7, 3.. or ..7") from error
-
-
-def _read_samples(folder: RunFolder) -> Iterator[Sample]:
-    """The samples in order; lines that cannot be read are left out."""
-    import msgspec
-
-    from services.host.files import LineTail
-    from services.wire.errors import UNDECODABLE
-    from services.wire.run_metrics import Sample
-
-    lines = msgspec.json.Decoder(Sample)
-    for line in LineTail(folder.samples).new_lines():
-        try:
-            yield lines.decode(line)
-        except UNDECODABLE:
-            continue
 
 
 def _show_sample(console: Console, sample: Sample) -> None:

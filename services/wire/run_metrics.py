@@ -1,5 +1,5 @@
-"""Training metrics in a run's folder: a line of metrics.jsonl or samples.jsonl, trainer_report.json, evaluation.json and
-progress.json.
+"""Training metrics in a run's folder: a line of metrics.jsonl, a sample of its rollouts, trainer_report.json,
+evaluation.json and progress.json.
 
 Written by the trainer and the environment runner; read by the trainer's /metrics, the live view, the summary,
 `rollmesh runs`, `compare` and `samples`, and the benchmarks.
@@ -361,7 +361,7 @@ class SampledSegment(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoded rollout: one line of samples.jsonl."""
+    """A decoded rollout, as `rollmesh samples --json` prints it."""
 
     step: int
     group: str
@@ -373,4 +373,4 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[int]
     segments: list[SampledSegment]
     tokens: int | None = None
-    """Sampled ones; None in files of before they were written down."""
+    """Sampled ones; None in old files of before they were written down."""

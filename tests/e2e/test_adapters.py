@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from clients.environments.registry import make_task
+from services.wire.run_metrics import Sample
 from tests.support.chat_lessons import Lesson, teach
+from tests.support.kept_rollouts import read_samples
 from tests.support.mesh_command import processes_of_runs_in, run_command, summary_of
 
 pytestmark = pytest.mark.e2e
@@ -46,20 +48,17 @@ def pupil(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(
     task: Sequence[str], pupil: Path, run_dir: Path, *settings: str
-) -> tuple[dict[str, Any], list[dict[str, Any]], list[Any]]:
-    """Three steps; returns the summary, the lines of metrics.jsonl and those of samples.jsonl."""
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[Sample]]:
+    """Three steps; returns the summary, the lines of metrics.jsonl and the rollouts that are kept."""
     arguments = ["up", *task, "--steps", "3", "--engine", "torch", "--run-dir", str(run_dir)]
     # K = 0: every token is of the version that trains it, so that each step can compare its logprobs with the engine's.
-    size = [f"rollout.groups_per_step={GROUPS}", f"rollout.group_size={SIBLINGS}", "k=0"]
+    size = [f"rollout.groups_per_step={GROUPS}", f"rollout.group_size={SIBLINGS}", "k=0", "samples.cpu_share=1"]
     small = [*size, "rollout.max_tokens=6", "evaluation.problems=8"]
     done = run_command([*arguments, f"model.path={pupil}", *small, *settings], deadline_s=120.0)
     assert done.code == 0, f"{done.out}\n{done.err}"
     assert processes_of_runs_in(run_dir) == []
-    metrics, samples = (
-        [json.loads(line) for line in (run_dir / name).read_text(encoding="utf-8").splitlines()]
-        for name in ("metrics.jsonl", "samples.jsonl")
-    )
-    return summary_of(run_dir), metrics, samples
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return summary_of(run_dir), metrics, read_samples(run_dir)
 
 
 def assert_trained(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> None:
@@ -79,16 +78,16 @@ def test_a_reasoning_gym_task_and_a_textarena_game_of_several_turns_are_trained_
     summary, metrics, samples = train(["--config", str(config)], pupil, tmp_path / "run")
     assert_trained(summary, metrics)
     assert summary["task"] == "sums (50%), game (50%)"
-    # A group of each in every step, of which a trajectory of the first and one of the last are written down.
-    told = {name: [sample["segments"] for sample in samples if sample["task"] == name] for name in TASKS}
-    assert {name: len(found) for name, found in told.items()} == dict.fromkeys(TASKS, 3)
+    # A group of each in every step.
+    told = {name: [sample.segments for sample in samples if sample.task == name] for name in TASKS}
+    assert {name: len(found) for name, found in told.items()} == dict.fromkeys(TASKS, 3 * SIBLINGS)
     for (segment,) in told["sums"]:
-        assert segment["text"].startswith("<|im_start|>user\nState the final answer")
-        assert len(segment["spans"]) == 1
+        assert segment.text.startswith("<|im_start|>user\nState the final answer")
+        assert len(segment.spans) == 1
     turns = []
     for (segment,) in told["game"]:
-        assert "You are playing Guess The Number" in segment["text"]
-        spans = [span["text"] for span in segment["spans"]]
+        assert "You are playing Guess The Number" in segment.text
+        spans = [span.text for span in segment.spans]
         turns.append(sum(text.count("<|im_end|>") for text in spans))
         assert not any("target number" in text for text in spans), "what the game says is not trained on"
     assert max(turns) > 1
@@ -102,7 +101,7 @@ def test_an_agent_with_a_tool_runs_as_it_is(pupil: Path, tmp_path: Path) -> None
     assert summary["trajectories_trained"] == GROUPS * SIBLINGS
     assert summary["run_id"].startswith("calculator-agent-calculator-")
     assert metrics[0]["tokens"] > 0
-    assert "multiply" in samples[0]["segments"][0]["text"]
+    assert "multiply" in samples[0].segments[0].text
     assert "lost" not in (tmp_path / "agent" / "logs" / "environment.log").read_text(encoding="utf-8")
 
 
@@ -111,8 +110,8 @@ def test_a_model_without_a_chat_template_plays_in_plain_text(tiny_policy: Path, 
     summary, _, samples = train(["--task", SUMS], tiny_policy, tmp_path / "text", "steps=1")
     assert summary["final_version"] == 1
     assert "dialect=text" in (tmp_path / "text" / "logs" / "environment.log").read_text(encoding="utf-8")
-    assert "the final answer" in samples[0]["segments"][0]["text"]
-    assert "im_start" not in samples[0]["segments"][0]["text"]
+    assert "the final answer" in samples[0].segments[0].text
+    assert "im_start" not in samples[0].segments[0].text
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.kept_rollouts import read_samples
 from tests.support.mesh_command import processes_of_runs_in, run_command, summary_of
 
 pytestmark = pytest.mark.e2e
@@ -53,11 +54,11 @@ def test_prompts_and_a_function_are_all_that_a_run_needs(tmp_path: Path, tiny_po
     )
     assert done.code == 0, f"{done.out}\n{done.err}"
     assert summary_of(run_dir)["steps"] == 2
-    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    samples = read_samples(run_dir)
     assert samples
     for sample in samples:
-        assert sample["reward"] >= 0.5
-        assert (sample["reward"] - 0.5) * 6 == pytest.approx(round((sample["reward"] - 0.5) * 6))
+        assert sample.reward >= 0.5
+        assert (sample.reward - 0.5) * 6 == pytest.approx(round((sample.reward - 0.5) * 6))
     assert "1·digits + 1·gone" in (run_dir / "logs" / "rewards.log").read_text(encoding="utf-8")
     assert processes_of_runs_in(run_dir) == []
 
@@ -119,8 +120,8 @@ def test_several_tasks_and_a_curriculum_are_a_configuration(tmp_path: Path, tiny
     assert [line["tasks"]["digits"]["skipped"] for line in lines][-1] > 0.0
     kept = json.loads((run_dir / "curriculum-environment.json").read_text(encoding="utf-8"))
     assert kept["digits"]["state"]["passed"] >= 1
-    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert {sample["task"] for sample in samples} <= {"digits", "running-sums"}
+    samples = read_samples(run_dir)
+    assert {sample.task for sample in samples} <= {"digits", "running-sums"}
     assert "by task" in done.out and processes_of_runs_in(run_dir) == []
 
 

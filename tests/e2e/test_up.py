@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from tests.support.kept_rollouts import read_samples
 from tests.support.mesh_command import processes_of_runs_in, run_command, shared_memory_files, summary_of, warm_start
 from tests.support.model_families import SMALL, make_family
 from trainer.sft.tiny_model import build_model, save_policy
@@ -64,15 +65,16 @@ def test_the_accounts_balance_and_the_weights_are_equal(trained: Path) -> None:
 
 def test_commits_happen_inside_requests(trained: Path) -> None:
     assert summary_of(trained)["mixed_segments"] >= 2
-    samples = [json.loads(line) for line in (trained / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
-    for spans in [segment["spans"] for sample in samples for segment in sample["segments"]]:
-        versions = [span["version"] for span in spans]
+    samples = read_samples(trained)
+    assert len(samples) >= 8 and {sample.step for sample in samples} <= {*range(1, 61)}
+    for spans in [segment.spans for sample in samples for segment in sample.segments]:
+        versions = [span.version for span in spans]
         assert versions == sorted(set(versions)), "a later token is never of an earlier version, and spans are merged"
 
 
 def test_the_run_folder_holds_all_of_the_run(trained: Path) -> None:
     names = {path.name for path in trained.iterdir()}
-    expected = {"config.toml", "metrics.jsonl", "logs", "samples.jsonl", "checkpoints", "curves.png", "summary.json"}
+    expected = {"config.toml", "metrics.jsonl", "logs", "rollouts", "checkpoints", "curves.png", "summary.json"}
     assert expected <= names
     assert tomllib.loads((trained / "config.toml").read_text(encoding="utf-8"))["engine"] == "torch"
     steps = [json.loads(line)["step"] for line in (trained / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

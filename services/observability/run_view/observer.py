@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +21,10 @@ from services.host.run_folder import RunFolder
 from services.observability.run_view.snapshot import History, Snapshot
 from services.policies.progress.bottleneck import Bound, Load, find_bound
 from services.policies.progress.phase import LOOKED_BACK, Part, phase_of
+from services.run_store.rollouts.samples import newest_sample
+from services.run_store.rollouts.search import RolloutReader
 from services.run_store.status import EvaluationStore, Wait, read_waits
-from services.wire.errors import UNDECODABLE
+from services.wire.errors import UNDECODABLE, RollmeshError
 from services.wire.rollout_api import EngineReport, Evaluation
 from services.wire.run_metrics import (
     AFTER,
@@ -60,16 +63,20 @@ class MetricsTail:
         return self.latest
 
 
-class _SampleTail:
-    """The newest rollout of a growing `samples.jsonl`."""
+class _NewestSample:
+    """The newest rollout that is kept; read again where the file has grown."""
 
-    def __init__(self, path: Path) -> None:
-        self._tail = LineTail(path)
+    def __init__(self, folder: Path) -> None:
+        self._reader = RolloutReader(folder)
+        self._seen: object = None
         self._latest: Sample | None = None
 
-    def read(self) -> Sample | None:
-        if lines := self._tail.new_lines():
-            self._latest = read_sample(lines[-1]) or self._latest
+    async def read(self) -> Sample | None:
+        written = self._reader.written()
+        if written != self._seen:
+            with suppress(RollmeshError):
+                self._latest = await asyncio.to_thread(newest_sample, self._reader) or self._latest
+                self._seen = written
         return self._latest
 
 
@@ -92,15 +99,15 @@ class Observer:
         self._began_at, self._steps, self._k = began_at, steps, k
         self._folder = folder
         self._metrics = None if folder is None else MetricsTail(folder.metrics)
-        self._samples = None if folder is None else _SampleTail(folder.samples)
+        self._samples = None if folder is None else _NewestSample(folder.rollouts)
         self._run_id, self._redis, self._http = run_id, redis, http
         self.urls = urls
         self._looks: deque[tuple[bool, bool]] = deque(maxlen=LOOKS)
 
     async def collect(self, starting: Sequence[Part] = (), told: Told | None = None) -> Snapshot:
         """`starting`: what the run consists of when it starts. `told`: what Redis has said to the caller already."""
-        engines, (waits, evaluation) = await asyncio.gather(
-            self._engines(), self._told() if told is None else _at_once(told)
+        engines, (waits, evaluation), sample = await asyncio.gather(
+            self._engines(), self._told() if told is None else _at_once(told), self._sample()
         )
         tail, folder, now = self._metrics, self._folder, time.time()
         metrics = None if tail is None else tail.read()
@@ -130,9 +137,12 @@ class Observer:
             engines=engines,
             waits=waits,
             evaluation=evaluation,
-            sample=None if self._samples is None else self._samples.read(),
+            sample=sample,
             bound=bound_of(tail.recent, self._looks, self._k) if tail and phase.name == "training" else None,
         )
+
+    async def _sample(self) -> Sample | None:
+        return None if self._samples is None else await self._samples.read()
 
     async def _engines(self) -> list[EngineReport]:
         reports = await asyncio.gather(*(read_engine(self._http, url) for url in self.urls))
@@ -191,14 +201,6 @@ def _warming(part: Part, progress: WorkProgress | None) -> Part:
     if part.name != WARM_START or part.ended or progress is None or progress.what != WARM_START:
         return part
     return replace(part, done=part.done + min(1.0, progress.done / max(1, progress.total)))
-
-
-def read_sample(line: bytes) -> Sample | None:
-    """A line of samples.jsonl; None for one that cannot be read."""
-    try:
-        return msgspec.json.decode(line, type=Sample)
-    except UNDECODABLE:
-        return None
 
 
 async def read_engine(http: httpx.AsyncClient, url: str) -> EngineReport | None:

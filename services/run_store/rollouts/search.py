@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from services.run_store.rollouts.database import reading
+from services.run_store.rollouts.database import database_of, reading
 from services.run_store.rollouts.record import KeptRollout, decode_kept
 from services.wire.errors import RollmeshError, UsageError
 
@@ -98,6 +98,15 @@ class RolloutReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+
+    def written(self) -> tuple[int, int] | None:
+        """Other than before where more was written since (nanoseconds, bytes); None where there is no file."""
+        path = database_of(self._folder)
+        for each in (path.with_name(f"{path.name}-wal"), path):
+            with suppress(OSError):
+                found = each.stat()
+                return found.st_mtime_ns, found.st_size
+        return None
 
     def extent(self) -> Extent | None:
         """None where nothing is kept."""

@@ -1,4 +1,4 @@
 """What a run shows of itself while it runs.
 
-metrics.jsonl, samples.jsonl, progress.json, Redis, engines ──observer──► snapshot ──► a screen, or plain lines
+metrics.jsonl, rollouts/, progress.json, Redis, engines ──observer──► snapshot ──► a screen, or plain lines
 """

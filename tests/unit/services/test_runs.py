@@ -21,10 +21,14 @@ from services.policies.progress.curves import Curve, arms, banded, curve_of, dif
 from services.status.dead_letters_cli import dead_letters
 from services.wire.errors import UsageError
 from services.wire.run_metrics import EvaluationReport, Sample, SampledSegment, SampledSpan
+from tests.support.kept_rollouts import keep_text
 from tests.support.step_lines import step_metrics
 
 
-def make_run(root: Path, name: str, settings: str, success: Sequence[float], *, done: bool = True) -> RunFolder:
+def make_run(
+    root: Path, name: str, settings: str, success: Sequence[float], *, done: bool = True, old: bool = False
+) -> RunFolder:
+    """`old`: as rollmesh made it that kept two rollouts a step."""
     folder = RunFolder(root / name)
     folder.root.mkdir(parents=True)
     folder.config.write_text(f'task = "running-sums"\nengine = "torch"\nsteps = {len(success)}\n{settings}')
@@ -36,7 +40,14 @@ def make_run(root: Path, name: str, settings: str, success: Sequence[float], *, 
         _sample(step, reward=float(step % 2), tokens=step, text=f"{step}+1=" + "\x1b[2J" * (step == 8))
         for step in range(1, 9)
     ]
-    folder.samples.write_bytes(b"".join(msgspec.json.encode(sample) + b"\n" for sample in samples) + b'{"torn')
+    if old:
+        folder.samples.write_bytes(b"".join(msgspec.json.encode(sample) + b"\n" for sample in samples) + b'{"torn')
+    else:
+        for each in samples:
+            (segment,) = each.segments
+            keep_text(
+                folder.rollouts, each.step, segment.text, sampled=each.tokens or 0, reward=each.reward, task=each.task
+            )
     if done:
         right = round(32 * success[-1])
         solved = ([1] * 8 + [0] * 24, [1] * right + [0] * (32 - right))
@@ -46,10 +57,11 @@ def make_run(root: Path, name: str, settings: str, success: Sequence[float], *, 
 
 
 def _sample(step: int, *, reward: float, tokens: int, text: str) -> Sample:
-    segment = SampledSegment(f"{text}yes", [SampledSpan(step, "yes")], None)
+    said = "y" * tokens
+    segment = SampledSegment(f"{text}{said}", [SampledSpan(step - 1, said)], None)
     return Sample(
         step=step, group="g", ordinal=step, member=0, task="running-sums", server="s0", reward=reward,
-        versions=[step], segments=[segment], tokens=tokens,
+        versions=[step - 1], segments=[segment], tokens=tokens,
     )  # fmt: skip
 
 
@@ -65,6 +77,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_run(place / "runs", "a", "seed = 1\nk = 2\n", [0.2, 0.4, 0.6])
     make_run(place / "runs", "b", "seed = 2\nk = 2\n", [0.4, 0.6, 0.8])
     make_run(place / "runs", "c", "seed = 1\nk = 0\n", [0.1, 0.1], done=False)
+    make_run(place / "older", "old", "seed = 1\n", [0.2], old=True)
     return place
 
 
@@ -76,7 +89,7 @@ def test_runs_are_listed_with_their_state_and_success(place: Path, monkeypatch: 
     assert {name: line["state"] for name, line in lines.items()} == {"a": "done", "b": "done", "c": "interrupted"}
     assert (lines["b"]["success_before"], lines["b"]["success_after"]) == (0.25, 0.8)
     assert (lines["c"]["success"], lines["c"]["success_after"], lines["c"]["step"]) == (0.1, None, 2)
-    assert lines["a"]["size_bytes"] == sum(path.stat().st_size for path in (place / "runs" / "a").iterdir())
+    assert lines["a"]["size_bytes"] == sum(path.stat().st_size for path in (place / "runs" / "a").rglob("*"))
     ignored = rollmesh("runs", "--root", "elsewhere", "prune", "--keep", "0", "--yes", cwd=place)
     assert ignored.returncode == 2 and "behind prune" in ignored.stderr, "not what lies in ./runs"
     shown = rollmesh("runs", cwd=place).stdout
@@ -104,9 +117,10 @@ def test_compare_names_what_differs_and_draws(place: Path) -> None:
     assert rollmesh("compare", "a", cwd=place).returncode == 2
 
 
-def test_samples_are_chosen_by_step_reward_length_and_text(place: Path) -> None:
+@pytest.mark.parametrize("run", ["a", "older/old"])
+def test_samples_are_chosen_by_step_reward_length_and_text(place: Path, run: str) -> None:
     def steps(*arguments: str) -> list[int]:
-        told = rollmesh("samples", "a", "--json", *arguments, cwd=place)
+        told = rollmesh("samples", run, "--json", *arguments, cwd=place)
         assert told.returncode == 0, told.stderr
         return [json.loads(line)["step"] for line in told.stdout.splitlines()]
 
@@ -116,15 +130,27 @@ def test_samples_are_chosen_by_step_reward_length_and_text(place: Path) -> None:
     assert steps("--text", "7+1") == [7]
     assert steps("--sort", "reward", "--last", "2") == [5, 7]
     assert steps("--task", "another") == []
-    read = rollmesh("samples", "a", "--step", "4", cwd=place)
-    assert "4+1=yes" in read.stdout and "reward 0 · 4 tokens · version 4" in read.stdout
-    steered = rollmesh("samples", "a", "--step", "8", cwd=place).stdout
-    assert "8+1=\\x1b[2Jyes" in steered and "\x1b[2J" not in steered, "what a model writes does not steer the terminal"
-    missing = rollmesh("samples", "a", "--step", "99", cwd=place).stdout
+    read = rollmesh("samples", run, "--step", "4", cwd=place)
+    assert "4+1=yyyy\n" in read.stdout and "reward 0 · 4 tokens · version 3" in read.stdout
+    steered = rollmesh("samples", run, "--step", "8", cwd=place).stdout
+    assert "8+1=\\x1b[2Jyyyyyyyy" in steered and "\x1b[2J" not in steered, (
+        "what a model writes does not steer the terminal"
+    )
+    missing = rollmesh("samples", run, "--step", "99", cwd=place).stdout
     assert missing.startswith("0 of 0 samples") and missing.endswith("samples of steps 1 to 8 are kept\n")
-    wrong = rollmesh("samples", "a", "--step", "x", cwd=place)
+    wrong = rollmesh("samples", run, "--step", "x", cwd=place)
     assert wrong.returncode == 2 and "'x' is no number" in wrong.stderr
     assert rollmesh("samples", "nosuch", cwd=place).returncode == 2
+
+
+def test_a_run_that_an_older_rollmesh_began_has_samples_of_both(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "runs", "a", "seed = 1\n", [0.5], old=True)
+    for step in (8, 9):
+        keep_text(folder.rollouts, step, f"new {step}")
+    told = rollmesh("samples", "--json", cwd=tmp_path)
+    read = [json.loads(line) for line in told.stdout.splitlines()]
+    assert [each["step"] for each in read] == [*range(1, 10)]
+    assert [each["segments"][0]["text"] for each in read[-2:]] == ["new 8", "new 9"]
 
 
 def test_dead_letters_of_a_run_that_has_ended_are_looked_for_in_its_summary(

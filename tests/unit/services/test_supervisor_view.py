@@ -22,11 +22,13 @@ from services.observability.run_view.snapshot import History, Snapshot
 from services.policies.progress.bottleneck import Bound
 from services.policies.progress.phase import Part, Phase
 from services.run_store.client import connect
+from services.run_store.rollouts.database import database_of
 from services.run_store.status import Wait, WaitBoard
 from services.supervisor.view.screen import screen
 from services.supervisor.view.views import LiveView, PlainView, make_view
 from services.wire.rollout_api import EngineReport
 from services.wire.run_metrics import BEFORE, WARM_START, Sample, SampledSegment, SampledSpan, WorkProgress
+from tests.support.kept_rollouts import keep_text
 from tests.support.step_lines import step_line, step_metrics
 
 TRAINING = Phase("training", 0.5)
@@ -92,17 +94,19 @@ async def test_a_snapshot_of_training_has_curves_a_sample_and_what_is_left(
     folder = RunFolder(tmp_path)
     lines = [step_line(step, time=100.0 + 2 * step, success=step / 10, reward=1.0) for step in range(1, 7)]
     folder.metrics.write_bytes(b"\n".join(lines) + b"\n")
-    folder.samples.write_bytes(msgspec.json.encode(sample("1+1=2")) + b"\nno sample\n")
     redis = connect(redis_url)
     async with httpx.AsyncClient() as http:
         observer = Observer(began_at=90.0, steps=10, k=2, folder=folder, run_id=run_id, redis=redis, http=http, urls=[])
+        database = database_of(folder.rollouts)
+        database.parent.mkdir()
+        database.write_bytes(b"no database" * 1000)
         broken = await observer.collect()
-        with folder.samples.open("ab") as file:
-            file.write(msgspec.json.encode(sample("1+1=3")) + b"\n")
+        keep_text(folder.rollouts, 3, "1+1=3")
         found = await observer.collect()
     await redis.aclose()
     assert broken.sample is None
-    assert found.sample == sample("1+1=3")
+    assert found.sample is not None
+    assert (found.sample.step, found.sample.segments) == (3, [SampledSegment("1+1=3", [SampledSpan(2, "3")], None)])
     assert found.phase == Phase("training", 0.6)
     assert found.left_s == 8.0, "four steps of two seconds"
     assert found.history.success == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]

@@ -20,6 +20,7 @@ from services.config.settings import RunSettings
 from services.host.run_folder import RunFolder
 from services.wire.rollout_api import Evaluations
 from tests.support.evaluations import evaluation
+from tests.support.kept_rollouts import keep_text
 from trainer.tracking.base import Figures, flattened, settings_of
 from trainer.tracking.follow import FolderReader, follow
 
@@ -39,17 +40,9 @@ def run(tmp_path: Path) -> RunFolder:
 
 def write(run: RunFolder, steps: range) -> None:
     """Lines as a trainer writes them; of each step the reward is a quarter of its number."""
-    with run.samples.open("a") as samples, run.metrics.open("a") as metrics:
+    with run.metrics.open("a") as metrics:
         for step in steps:
-            sample = {
-                "step": step,
-                "task": "t",
-                "reward": 1.0,
-                "versions": [step],
-                "segments": [{"text": f"said {step}"}],
-            }
-            samples.write(json.dumps(sample) + "\n")
-            samples.flush()
+            keep_text(run.rollouts, step, f"said {step}")
             figures = {
                 "reward": step / 4,
                 "components": {"success": 0.5},

@@ -24,7 +24,6 @@ from services.wire.run_metrics import StepMetrics, TaskOutcome, TrainerReport
 from tests.support.step_lines import step_line, step_metrics
 from trainer.metrics.exporter import RECENT_STEPS, StepTotals
 from trainer.metrics.files import RunRecords, make_report, plot_curves, read_metrics
-from trainer.sft.tiny_model import build_tokenizer
 
 
 def report_of(lines: list[StepMetrics]) -> TrainerReport:
@@ -103,7 +102,7 @@ def test_no_reader_ends_at_a_line_that_lacks_a_figure(tmp_path: Path) -> None:
     path.write_bytes(step_line(1) + b"\n" + msgspec.json.encode(null) + b"\n")
     tail = MetricsTail(path)
     assert tail.read() == lines[0], "the newest that can be read"
-    records = RunRecords(path, tmp_path / "samples.jsonl", build_tokenizer().backend_tokenizer)
+    records = RunRecords(path)
     assert records.steps == {1, 2}, "the step is not written once more"
     records.close()
     assert report_of(lines).steps == 2
