@@ -44,6 +44,7 @@ from services.dashboard.look.events import Watches, event_routes
 from services.dashboard.look.live import looking
 from services.dashboard.page_files import LOGIN_FILES, PageHeaders, page_routes, read_page
 from services.dashboard.plan import DashboardPlan
+from services.dashboard.rollouts.routes import rollout_routes
 from services.dashboard.run_list import run_routes
 from services.dashboard.steps import StepFiles
 from services.http.app import BodyLimit, Stop, make_app
@@ -84,6 +85,7 @@ def make_dashboard_app(plan: DashboardPlan, stop: Stop) -> FastAPI:
     app.include_router(curve_routes(plan, steps, authorizer))
     app.include_router(compare_routes(plan, steps, authorizer))
     app.include_router(action_routes(plan, authorizer))
+    app.include_router(rollout_routes(plan, authorizer))
     app.include_router(page_routes(read_page()))
     app.add_middleware(BodyLimit, limit_bytes=_MOST_BODY)
     app.add_middleware(AuthMiddleware, authorizer=authorizer, also_open=OPEN_PATHS)

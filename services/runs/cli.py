@@ -190,10 +190,11 @@ def samples(
     from rich.console import Console
 
     from services.host.run_folder import found_run
+    from services.run_store.rollouts.search import range_of
     from services.runs.samples import Wanted, choose
 
     folder = found_run(name, root)
-    between = _between("--step", step), _between("--reward", reward), _between("--length", length)
+    between = range_of("--step", step), range_of("--reward", reward), range_of("--length", length)
     chosen = choose(folder, Wanted(*between, text, task, sort.value), last)
     if as_json:
         sys.stdout.writelines(msgspec.json.encode(sample).decode() + "\n" for sample in chosen.shown)
@@ -209,21 +210,6 @@ def samples(
 def _steps_of(kept: tuple[int, int] | None) -> str:
     """Which there are, for one who asked for others."""
     return ": none are kept" if kept is None else f": samples of steps {kept[0]} to {kept[1]} are kept"
-
-
-_Range = tuple[float, float] | None
-
-
-def _between(option: str, text: str | None) -> _Range:
-    """`3` or `3..7`, or open on one side: `3..`. Raises UsageError for anything else."""
-    if text is None:
-        return None
-    low, dots, high = text.partition("..")
-    try:
-        lowest = float(low) if low or not dots else float("-inf")
-        return lowest, (float(high) if high else float("inf")) if dots else lowest
-    except ValueError as error:
-        raise UsageError(f"{option} {text!r} is no number and no range", "write 3, 3..7, 3.. or ..7") from error
 
 
 def _show_sample(console: Console, sample: Sample) -> None:

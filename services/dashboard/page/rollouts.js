@@ -1,9 +1,14 @@
-import { element, fill } from "./dom.js";
+// The view Rollouts: a list that is searched, or one rollout of it, as the address says.
+
+import { ListView } from "./rollouts/list.js";
+import { OneView } from "./rollouts/one.js";
 
 export default {
   title: "Rollouts",
   mount(place, context) {
-    fill(place, element("h1", {}, this.title), element("p", { class: "empty" }, "Nothing is shown here yet."));
+    const chosen = context.parameters.get("rollout");
+    const View = chosen !== null && /^\d{1,18}$/.test(chosen) ? OneView : ListView;
+    new View(place, context).start();
   },
   unmount() {},
 };

@@ -6,6 +6,7 @@ it began. Text is looked for as it stands, letter for letter, in prompts and ans
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ import msgspec
 
 from services.run_store.rollouts.database import database_of, reading
 from services.run_store.rollouts.record import KeptRollout, decode_kept
-from services.wire.errors import RollmeshError, UsageError
+from services.wire.errors import NotFoundError, UsageError
 
 SHOWN = 240
 """Characters of prompt and answer in a list."""
@@ -26,11 +27,28 @@ Range = tuple[float, float]
 """From the first to the second, both included."""
 
 
-class NoRolloutError(RollmeshError):
+class NoRolloutError(NotFoundError):
     """There is no such rollout (any more)."""
 
-    status = 404
     code = "no_rollout"
+
+
+def range_of(name: str, text: str | None) -> Range | None:
+    """`3` or `3..7`, or open on one side: `3..`; None for none. Raises UsageError for anything else.
+
+    `name`: what it is of, for the message.
+    """
+    if text is None:
+        return None
+    low, dots, high = text.partition("..")
+    try:
+        lowest = float(low) if low or not dots else -math.inf
+        found = lowest, (float(high) if high else math.inf) if dots else lowest
+    except ValueError as error:
+        raise UsageError(f"{name} {text!r} is no number and no range", "write 3, 3..7, 3.. or ..7") from error
+    if any(map(math.isnan, found)):
+        raise UsageError(f"{name} {text!r} is no range of numbers", "write 3, 3..7, 3.. or ..7")
+    return found
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +59,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     length: Range | None = None
     task: str | None = None
     group: str | None = None
+    server: str | None = None
     text: str | None = None
     order: Order = "step"
     descending: bool = True
@@ -207,7 +226,7 @@ def _where(wanted: Search, up_to: int) -> tuple[str, tuple[object, ...]]:
         if between is not None:
             parts.append(f"{column} BETWEEN ? AND ?")
             values += between
-    for column, equal in (("task", wanted.task), ("group_id", wanted.group)):
+    for column, equal in (("task", wanted.task), ("group_id", wanted.group), ("server", wanted.server)):
         if equal is not None:
             parts.append(f"{column} = ?")
             values.append(equal)

@@ -122,6 +122,9 @@ DASHBOARD: Scopes = PROBES | {
     "GET /api/runs": READING,
     "GET /api/runs/{run}/events": READING,
     "GET /api/runs/{run}/steps": READING,
+    "GET /api/runs/{run}/rollouts": READING,
+    "GET /api/runs/{run}/rollouts/{rollout}": READING,
+    "GET /api/runs/{run}/rollouts/{rollout}/tokens": READING,
     "GET /api/compare": READING,
     **{
         f"POST /api/runs/{{run}}/actions/{name}": OPERATOR for name in ("drain", "hold", "resume", "rollback", "verify")
@@ -265,7 +268,7 @@ async def test_dashboard(tmp_path: Path) -> None:
     app = make_dashboard_app(DashboardPlan(runs=OpenRuns(root=tmp_path), keys=KEYS), stop)
     assert undocumented(app) == OF_THE_PAGE
     async with standing(app, stop) as service:
-        service.names = {"run": "run", "path": "app.js"}
+        service.names = {"run": "run", "path": "app.js", "rollout": "1"}
         routes = await service.routes()
         assert sorted(routes) == sorted(DASHBOARD)
         # It answers a key that opens nothing here with 401, and is open to whoever shows one.

@@ -1,0 +1,1 @@
+"""Kept rollouts in the dashboard: found, read token by token, beside their siblings."""
