@@ -24,6 +24,7 @@ BENCHES = Dispatcher(
         "staleness": Command("benchmarks.staleness.cli:app", "Corrections on tokens that are K optimizer steps old"),
         "trainer": Command("benchmarks.trainer.run:app", "The trainer's step beside a padded loop and TRL's GRPO step"),
         "docs": Command("benchmarks.harness.history:app", "Write docs/benchmarks.md from the newest figures"),
+        "kept": Command("benchmarks.kept.run:app", "What keeping rollouts costs, and how fast any is found"),
         "weights": Command("benchmarks.weights.cli:app", "Weight updates under load beside paused reloads"),
     },
 )

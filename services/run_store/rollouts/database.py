@@ -19,6 +19,7 @@ _PAGE_BYTES = 8192
 _WRITE_AHEAD_PAGES = 256
 """Taken over into the file once so many were written: the log beside it stays at a few MiB."""
 _BUSY_S = 5.0
+_MAPPED_BYTES = 1 << 30
 
 _TABLES = f"""
 CREATE TABLE steps (
@@ -28,10 +29,11 @@ CREATE TABLE rollouts (
     id INTEGER PRIMARY KEY, step INTEGER NOT NULL, task TEXT NOT NULL, group_id TEXT NOT NULL, ordinal INTEGER NOT NULL,
     member INTEGER NOT NULL, reward REAL NOT NULL, length INTEGER NOT NULL, advantage REAL NOT NULL,
     first_version INTEGER NOT NULL, last_version INTEGER NOT NULL, segments INTEGER NOT NULL, finish_reason TEXT NOT NULL,
-    server TEXT NOT NULL, prompt TEXT NOT NULL, answer TEXT NOT NULL, body BLOB NOT NULL
+    server TEXT NOT NULL, prompt TEXT NOT NULL, answer TEXT NOT NULL
 );
+CREATE TABLE bodies (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
 CREATE INDEX by_step ON rollouts (step);
-CREATE INDEX by_task ON rollouts (task);
+CREATE INDEX by_task ON rollouts (task, step);
 CREATE INDEX by_group ON rollouts (group_id);
 CREATE INDEX by_reward ON rollouts (reward);
 CREATE INDEX by_length ON rollouts (length);
@@ -104,6 +106,7 @@ def _open_to_read(path: Path) -> sqlite3.Connection:
         )  # fmt: skip
         try:
             connection.execute("PRAGMA query_only = ON")
+            connection.execute(f"PRAGMA mmap_size = {_MAPPED_BYTES}")
             connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         except sqlite3.DatabaseError as error:
             connection.close()

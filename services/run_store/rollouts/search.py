@@ -132,11 +132,12 @@ class RolloutReader:
         with self._asking() as ask:
             if ask is None:
                 return None
-            ((count, first, last),) = ask("SELECT count(*), min(step), max(step) FROM rollouts")
+            ((count, of, first, last),) = ask(
+                "SELECT sum(kept), sum(rollouts), min(step), max(step) FROM steps WHERE kept > 0"
+            )
             if not count:
                 return None
-            ((of,),) = ask("SELECT coalesce(sum(rollouts), 0) FROM steps WHERE step BETWEEN ? AND ?", (first, last))
-            tasks = [str(task) for (task,) in ask("SELECT DISTINCT task FROM rollouts ORDER BY task")]
+            tasks = [str(task) for (task,) in ask(_TASKS)]
             return Extent(rollouts=count, of=of, first=first, last=last, tasks=tasks)
 
     def search(self, wanted: Search) -> Page:
@@ -149,16 +150,24 @@ class RolloutReader:
                 ((up_to,),) = ask("SELECT coalesce(max(id), 0) FROM rollouts")
             where, values = _where(wanted, up_to)
             way = "DESC" if wanted.descending else "ASC"
-            order = f"{wanted.order} {way}, id {way}" if wanted.order != "step" else f"id {way}"
+            order = f"{wanted.order} {way}, id {way}"
             limit = min(wanted.limit, MOST_A_PAGE)
+            total: int | None = None
+            if len(values) == 1:
+                # Of all of them: ids have no gaps.
+                ((lowest,),) = ask("SELECT min(id) FROM rollouts")
+                total = 0 if lowest is None else max(0, up_to - lowest + 1)
+            elif not wanted.text:
+                ((total,),) = ask(f"SELECT count(*) FROM rollouts WHERE {where}", values)
+            if total is not None and total <= wanted.offset:
+                return Page(rollouts=[], total=total, more=False, up_to=up_to)
+            # Ids first, of an index where one has all that is asked for; then what is shown of them.
             rows = ask(
-                f"SELECT {_LISTED} FROM rollouts WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?",
+                f"SELECT {_LISTED} FROM rollouts WHERE id IN "
+                f"(SELECT id FROM rollouts WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?) ORDER BY {order}",
                 (*values, limit + 1, wanted.offset),
             )
-            total: int | None = None
-            if not wanted.text:
-                ((total,),) = ask(f"SELECT count(*) FROM rollouts WHERE {where}", values)
-            elif len(rows) <= limit and (rows or not wanted.offset):
+            if total is None and len(rows) <= limit and (rows or not wanted.offset):
                 total = wanted.offset + len(rows)
             return Page(
                 rollouts=[_found(row) for row in rows[:limit]], total=total, more=len(rows) > limit, up_to=up_to
@@ -167,7 +176,7 @@ class RolloutReader:
     def kept(self, rollout: int) -> KeptRollout:
         """Raises NoRolloutError where there is none of this id, or it has made room for others."""
         with self._asking() as ask:
-            rows = [] if ask is None else ask("SELECT body FROM rollouts WHERE id = ?", (rollout,))
+            rows = [] if ask is None else ask("SELECT body FROM bodies WHERE id = ?", (rollout,))
         if not rows:
             raise NoRolloutError(f"no rollout {rollout} is kept", "the oldest make room for others (samples.max_bytes)")
         return decode_kept(rows[0][0])
@@ -211,6 +220,13 @@ class RolloutReader:
                 ) from error
 
 
+_TASKS = """
+WITH RECURSIVE tasks (task) AS (
+    SELECT min(task) FROM rollouts UNION ALL SELECT (SELECT min(task) FROM rollouts WHERE task > tasks.task) FROM tasks
+    WHERE task IS NOT NULL
+) SELECT task FROM tasks WHERE task IS NOT NULL LIMIT 100
+"""
+"""Each is one look into the index of tasks."""
 _AT_ONCE = 500
 """Older builds of SQLite take 999 values at most."""
 _LISTED = (

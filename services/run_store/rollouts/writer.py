@@ -42,6 +42,8 @@ class RolloutWriter:
         (newest,) = self._connection.execute("SELECT max(step) FROM steps").fetchone()
         self.newest_step = -1 if newest is None else int(newest)
         """A step up to this one is not written again."""
+        (last,) = self._connection.execute("SELECT coalesce(max(id), 0) FROM bodies").fetchone()
+        self._next_id = int(last) + 1
         self.known_tokens = {token for (token,) in self._connection.execute("SELECT token FROM pieces")}
         (self._page_bytes,) = self._connection.execute("PRAGMA page_size").fetchone()
 
@@ -55,23 +57,25 @@ class RolloutWriter:
         """
         if step <= self.newest_step:
             return 0
-        rows, brought = [], 0
+        rows, bodies, brought = list[Row](), list[tuple[int, bytes]](), 0
         for entry in entries:
-            row = _row(entry)
-            size = len(row[-1]) + len(entry.prompt) + len(entry.answer) + _ROW_BYTES
+            body, number = encode_kept(entry.kept), self._next_id + len(rows)
+            size = len(body) + len(entry.prompt) + len(entry.answer) + _ROW_BYTES
             if brought + size > _OF_A_STEP * self._max_bytes:
                 _log.warning(
                     "a rollout is too large to be kept", step=step, bytes=size, samples_max_bytes=self._max_bytes
                 )
                 continue
-            rows.append(row)
+            rows.append(_row(number, entry))
+            bodies.append((number, body))
             brought += size
         execute = self._connection.execute
         execute("BEGIN IMMEDIATE")
         try:
             self._make_room(brought)
             self._connection.executemany("INSERT OR IGNORE INTO pieces VALUES (?, ?)", pieces.items())
-            self._connection.executemany(f"INSERT INTO rollouts VALUES ({'?, ' * (len(_COLUMNS) - 1)}?)", rows)
+            self._connection.executemany(f"INSERT INTO rollouts VALUES ({'?, ' * (_COLUMNS - 1)}?)", rows)
+            self._connection.executemany("INSERT INTO bodies VALUES (?, ?)", bodies)
             execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?)", (step, version, at, of, len(rows)))
             execute("COMMIT")
         except BaseException:
@@ -79,6 +83,7 @@ class RolloutWriter:
                 execute("ROLLBACK")
             raise
         self.newest_step = step
+        self._next_id += len(rows)
         self.known_tokens.update(pieces)
         return len(rows)
 
@@ -91,6 +96,10 @@ class RolloutWriter:
             (oldest,) = self._connection.execute("SELECT min(step) FROM rollouts").fetchone()
             if oldest is None:
                 return
+            # Ids ascend with the steps.
+            self._connection.execute(
+                "DELETE FROM bodies WHERE id <= (SELECT max(id) FROM rollouts WHERE step = ?)", (oldest,)
+            )
             self._connection.execute("DELETE FROM rollouts WHERE step = ?", (oldest,))
             self._connection.execute("DELETE FROM steps WHERE step <= ?", (oldest,))
 
@@ -100,22 +109,19 @@ class RolloutWriter:
         return int(pages - free) * int(self._page_bytes)
 
 
-_COLUMNS = (
-    "id", "step", "task", "group_id", "ordinal", "member", "reward", "length", "advantage", "first_version", "last_version",
-    "segments", "finish_reason", "server", "prompt", "answer", "body",
-)  # fmt: skip
+_COLUMNS = 16
+Row = tuple[int, int, str, str, int, int, float, int, float, int, int, int, str, str, str, str]
 
 
-def _row(
-    entry: Entry,
-) -> tuple[None, int, str, str, int, int, float, int, float, int, int, int, str, str, str, str, bytes]:
+def _row(number: int, entry: Entry) -> Row:
+    """The columns of `rollouts`, in their order."""
     one = entry.kept.trajectory
     versions = [span.version for segment in one.segments for span in segment.version_spans]
     low, high = (min(versions), max(versions)) if versions else (-1, -1)
     return (
-        None, entry.kept.step, one.task, one.group_id, one.group_ordinal, one.member, one.reward, one.sampled_tokens(),
+        number, entry.kept.step, one.task, one.group_id, one.group_ordinal, one.member, one.reward, one.sampled_tokens(),
         entry.advantage, low, high, len(one.segments), one.finish_reason, one.server_id,
-        _storable(entry.prompt), _storable(entry.answer), encode_kept(entry.kept),
+        _storable(entry.prompt), _storable(entry.answer),
     )  # fmt: skip
 
 

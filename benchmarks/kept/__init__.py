@@ -1,0 +1,1 @@
+"""`./dev bench kept`: a long run's kept rollouts, written and found."""
