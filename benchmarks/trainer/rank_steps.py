@@ -19,11 +19,13 @@ from transformers import PreTrainedModel
 
 from services.config.settings import RunSettings
 from services.policies.batching import Group
+from services.wire.packed import Float32Array
 from services.wire.run_metrics import TokenStatistics, ValueStatistics
 from services.wire.trajectory import Trajectory
+from trainer.metrics.rollouts import current_logprobs
 from trainer.model.learner import named_weights
 from trainer.model.roles import Roles, make_roles
-from trainer.model.train_batch import follow, train_batch
+from trainer.model.train_batch import Trained, follow, train_batch
 from trainer.parallel.orders import Measure, Stop, Train, decode, tell
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.sharding import whole
@@ -33,11 +35,12 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 class Steps(NamedTuple):
     """`told`: what each step says of itself. Of each tensor by its name, whole: `gradients` of the first step, clipped;
-    `weights` after the last."""
+    `weights` after the last. `logprobs`: before each step, of all sampled tokens; NaN of those of rows without gradient."""
 
     told: list[tuple[TokenStatistics, ValueStatistics]]
     gradients: Arrays
     weights: Arrays
+    logprobs: list[Float32Array]
 
 
 class _RecordingSGD(SGD):
@@ -64,6 +67,7 @@ def make_steps(
     Called by all ranks alike. None but on rank 0.
     """
     roles = make_roles(load, settings, 0, ranks=ranks)
+    roles.learner.keeps_logprobs = True
     for role, (_, optimizer) in roles.models().items():
         holder = roles.learner if role == "model" else roles.critic
         assert holder is not None
@@ -72,17 +76,18 @@ def make_steps(
             lr=settings.trainer.learning_rate,
             foreach=False,
         )
-    told = []
+    told, logprobs = [], []
     if ranks.leads:
         for step in range(steps):
             made = train_batch(roles, settings, batch(step), 1)
             told += [(each.statistics, each.valued) for each in made]
+            logprobs += [_logprobs(each) for each in made]
         tell(ranks, Stop())
     else:
         while isinstance(order := decode(ranks.receive()), Train | Measure):
             follow(roles, order)
     # Collectives: all ranks take part.
-    found = Steps(told, _gradients(roles), _weights(roles))
+    found = Steps(told, _gradients(roles), _weights(roles), logprobs)
     return found if ranks.leads else None
 
 
@@ -97,6 +102,12 @@ def mean_distance(found: Mapping[str, npt.NDArray[Any]], wanted: Mapping[str, np
     """Root mean square over tensors of their distances, of each one's size."""
     pairs = ((found[name], array) for name, array in wanted.items() if array.any())
     return float(np.sqrt(np.mean([np.square(np.linalg.norm(one - two) / np.linalg.norm(two)) for one, two in pairs])))
+
+
+def _logprobs(step: Trained) -> Float32Array:
+    counts = step.batch.segments.sampled_tokens()
+    found, known = current_logprobs(counts, step.logprobs, step.sources)
+    return np.where(np.repeat(known, counts), found, np.float32(np.nan))
 
 
 def _gradients(roles: Roles) -> Arrays:

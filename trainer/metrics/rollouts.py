@@ -82,7 +82,7 @@ class RolloutRecorder:
     def _entries(self, step: Trained, chosen: Sequence[int]) -> list[Entry]:
         batch, credits = step.batch, step.credits
         counts = batch.segments.sampled_tokens()
-        current, known = _current(counts, step.logprobs, step.sources)
+        current, known = current_logprobs(counts, step.logprobs, step.sources)
         advantages = credits.by_token.advantages
         sampled_from = np.concatenate([[0], np.cumsum(counts)])
         segment_from = np.searchsorted(batch.owner, np.arange(len(batch.trajectories) + 1))
@@ -135,7 +135,7 @@ def _ids(trajectory: Trajectory) -> list[bytes]:
     return [segment.token_ids for segment in trajectory.segments]
 
 
-def _current(
+def current_logprobs(
     counts: Int64Array, logprobs: Sequence[Float32Array], sources: Sequence[Int64Array]
 ) -> tuple[Float32Array, npt.NDArray[np.bool_]]:
     """The trainer's logprobs of all sampled tokens of a step, `[N]`, and of which segments, `[S]`, there are any.

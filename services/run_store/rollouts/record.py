@@ -19,8 +19,8 @@ RECORD_SCHEMA = 1
 class SegmentColumns(msgspec.Struct, frozen=True, array_like=True):
     """Of a segment's sampled tokens, packed float32, in their order.
 
-    `current`: the trainer's logprobs before the step; empty where the segment gave no gradient, and none were computed,
-    or where another rank computed them. `advantages`: one element where all are equal.
+    `current`: the trainer's logprobs before the step; empty where the segment gave no gradient, and none were computed.
+    `advantages`: one element where all are equal.
     """
 
     current: bytes

@@ -179,6 +179,21 @@ def said(text: str) -> dict[str, str]:
     return {name: value for name, _, value in parted}
 
 
+def test_rollouts_of_newer_steps_are_offered(browser: Any, loop: LoopThread, tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "run", steps=4)
+    write_steps(folder.rollouts, range(1, 4))
+    with loop.during(dashboard(OpenRuns(root=tmp_path))) as url, opened(browser, url) as watched:
+        page = watched.page
+        page.goto(f"{url}/#/rollouts?run=run")
+        newer = page.get_by_role("button", name="Show newer rollouts")
+        newer.wait_for()
+        assert steps_shown(page)[0] == "step 3"
+        write_steps(folder.rollouts, [4])
+        newer.click()
+        page.locator(".rollout-facts", has_text="step 4 ·").first.wait_for()
+        assert not newer.is_visible() and watched.errors == []
+
+
 def test_hostile_text_is_shown_as_text(browser: Any, loop: LoopThread, tmp_path: Path) -> None:
     folder = make_run(tmp_path, "run", steps=3)
     keep_text(folder.rollouts, 1, f"{HOSTILE}\n{HOSTILE}", sampled=len(HOSTILE), task=HOSTILE)

@@ -81,7 +81,10 @@ def test_ranks_come_to_what_one_process_does(rank_pool: RankPool, option: str, l
     alone = how(0, {}, settings_of(option))
     assert alone is not None
     assert max(float(np.abs(each).max()) for each in alone[1].values()) > 1e-3, "there is something to learn"
-    told, gradients, weights = rank_pool.run(Layout(**shape).ranks, how, shape, settings_of(option))[0]
+    told, gradients, weights, logprobs = rank_pool.run(Layout(**shape).ranks, how, shape, settings_of(option))[0]
+    for of_ranks, of_one in zip(logprobs, alone.logprobs, strict=True):
+        np.testing.assert_allclose(of_ranks, of_one, atol=1e-4, equal_nan=True)
+    assert not np.isnan(np.concatenate(alone.logprobs)).all()
     assert largest_error(gradients, alone[1]) <= 1e-5 and largest_error(weights, alone[2]) <= 1e-5
     for found, wanted in zip(told, alone.told, strict=True):
         for one, other in zip(found, wanted, strict=True):
