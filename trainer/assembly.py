@@ -43,7 +43,7 @@ from trainer.loop import Identity, TrainingLoop
 from trainer.memory.options import machine_of
 from trainer.metrics.exporter import open_telemetry
 from trainer.metrics.files import RunRecords, read_metrics
-from trainer.metrics.rollouts import RolloutRecorder
+from trainer.metrics.rollouts import RolloutRecorder, open_recorder
 from trainer.model.learner import Learner
 from trainer.model.precision import use_tf32
 from trainer.model.roles import Roles, make_roles
@@ -327,10 +327,9 @@ class Assembly:
 
     def _recorder(self, tokenizer: Tokenizer) -> RolloutRecorder | None:
         settings = self.arguments.settings
-        if settings.samples.share == 0.0:
-            return None
-        recorder = RolloutRecorder(self.folder.rollouts, settings.samples, settings.k, tokenizer)
-        self._stack.callback(recorder.close)
+        recorder = open_recorder(self.folder.rollouts, settings.samples, settings.k, tokenizer)
+        if recorder is not None:
+            self._stack.callback(recorder.close)
         return recorder
 
     def _store_use(self) -> StoreUse | None:

@@ -22,6 +22,7 @@ from services.policies.training.recording import RecordingBudget
 from services.run_store.rollouts.record import KeptRollout, SegmentColumns
 from services.run_store.rollouts.tokens import new_tokens
 from services.run_store.rollouts.writer import Entry, RolloutWriter
+from services.wire.errors import UsageError
 from services.wire.packed import Float32Array, Int32Array, unpack_tokens
 from services.wire.trajectory import Segment, Trajectory
 from trainer.algorithms.advantages.batch import Int64Array
@@ -118,6 +119,20 @@ class RolloutRecorder:
             prompt, *answers = (next(decoded) for _ in range(1 + len(one.segments)))
             told.append((prompt, "\n".join(answers)))
         return told
+
+
+def open_recorder(folder: Path, settings: SampleSettings, k: int, tokenizer: Tokenizer) -> RolloutRecorder | None:
+    """None where none are kept, or the folder cannot hold them, which is said: a run does without.
+
+    Some network file systems have not the locks that SQLite needs.
+    """
+    if settings.share == 0.0:
+        return None
+    try:
+        return RolloutRecorder(folder, settings, k, tokenizer)
+    except (UsageError, sqlite3.Error, OSError) as error:
+        _log.warning("rollouts are not kept", folder=str(folder), why=str(error))
+        return None
 
 
 def _parts(segments: Sequence[Segment]) -> list[Int32Array]:

@@ -33,7 +33,7 @@ from trainer.algorithms.advantages.compute import AdvantageComputer
 from trainer.data.packing import micro_batch
 from trainer.data.rows import to_measure
 from trainer.metrics.pieces import Pieces
-from trainer.metrics.rollouts import RolloutRecorder
+from trainer.metrics.rollouts import RolloutRecorder, open_recorder
 from trainer.model.learner import Learner
 from trainer.model.roles import Roles
 from trainer.model.train_batch import Trained, train_batch
@@ -149,6 +149,17 @@ def test_training_goes_on_where_the_disk_is_full(model: Qwen3ForCausalLM, tmp_pa
         connection.execute("PRAGMA max_page_count = 1000000")
         keeping.keep(second, 1.0)
     assert {one.step for one in kept(tmp_path)} == {11}
+
+
+def test_a_run_does_without_where_rollouts_cannot_be_kept(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer().backend_tokenizer
+    assert open_recorder(tmp_path / "none", SampleSettings(share=0.0), 2, tokenizer) is None
+    assert not (tmp_path / "none").exists()
+    (tmp_path / "file").write_text("no folder")
+    assert open_recorder(tmp_path / "file", ALL, 2, tokenizer) is None
+    made = open_recorder(tmp_path / "made", ALL, 2, tokenizer)
+    assert made is not None
+    made.close()
 
 
 def test_samples_read_as_the_tokenizer_decodes_them(model: Qwen3ForCausalLM, tmp_path: Path) -> None:
