@@ -17,11 +17,12 @@ from services.dashboard.open_runs import OpenRuns
 from tests.conftest import running_valkey
 from tests.support.browser import launched, opened
 from tests.support.dashboard_runs import LiveRun, dashboard, live_mesh, make_run
+from tests.support.kept_rollouts import keep_sums
 from tests.support.loop_thread import LoopThread
 
 HERE = Path(__file__).parents[2] / "docs" / "images"
 SIZE = {"width": 1280, "height": 860}
-VIEWS = {"now": "live", "fleet": "live", "compare": "ended"}
+VIEWS = {"now": "live", "fleet": "live", "compare": "ended", "rollouts": "ended"}
 """View → on which runs it is drawn."""
 
 
@@ -35,7 +36,7 @@ def shown(loop: LoopThread, folder: Path) -> Iterator[dict[str, str]]:
         loop.call(run.hold_up("s1"))
         live = stack.enter_context(loop.during(dashboard(run.runs)))
         for name, seed, k in (("on-policy", 3, 0), ("two-steps-a", 1, 2), ("two-steps-b", 2, 2)):
-            make_run(folder / "ended", name, seed=seed, settings=f"k = {k}\n")
+            keep_sums(make_run(folder / "ended", name, seed=seed, settings=f"k = {k}\n").rollouts)
         ended = stack.enter_context(loop.during(dashboard(OpenRuns(root=folder / "ended"))))
         yield {"live": live, "ended": ended}
 
@@ -46,13 +47,27 @@ def draw(browser: Any, folder: Path) -> list[Path]:
     with tempfile.TemporaryDirectory() as scratch, LoopThread() as loop, shown(loop, Path(scratch)) as urls:
         for view, runs in VIEWS.items():
             with opened(browser, urls[runs], size=SIZE) as watched:
-                watched.page.goto(f"{urls[runs]}/#/{view}")
-                watched.page.locator("#link[data-state]").wait_for()
-                watched.page.locator("canvas, section[aria-label='Weight updates'] svg").first.wait_for()
-                path = folder / f"dashboard-{view}.png"
-                watched.page.screenshot(path=path)
+                page, path = watched.page, folder / f"dashboard-{view}.png"
+                page.goto(f"{urls[runs]}/#/{view}")
+                page.locator("#link[data-state]").wait_for()
+                if view == "rollouts":
+                    open_rollout(page)
+                else:
+                    page.locator("canvas, section[aria-label='Weight updates'] svg").first.wait_for()
+                page.screenshot(path=path, full_page=view == "rollouts")
                 drawn.append(path)
     return drawn
+
+
+def open_rollout(page: Any) -> None:
+    """The newest that was not right, beside its siblings."""
+    page.get_by_role("textbox", name="Reward").fill("0")
+    page.locator(".rollout-facts", has_text="reward 0 ").first.wait_for()
+    page.locator(".rollout-facts", has_text="reward 1 ").first.wait_for(state="detached")
+    page.locator(".rollout-row a").first.click()
+    page.locator(".token.here").wait_for()
+    page.get_by_role("button", name="Show side by side").click()
+    page.locator(".sibling .token.here").nth(7).wait_for()
 
 
 def _made(folder: Path) -> Path:

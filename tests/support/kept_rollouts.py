@@ -97,6 +97,37 @@ def keep_text(folder: Path, step: int, text: str, *, sampled: int = 1, reward: f
     writer.close()
 
 
+def keep_sums(folder: Path, steps: Sequence[int] = range(57, 61), siblings: int = 8) -> None:
+    """Running sums as a policy answers them that has nearly learnt it: most think first, some guess."""
+    numbers, writer = np.random.default_rng(3), RolloutWriter(folder, 1 << 30)
+    for step in steps:
+        digits = numbers.integers(0, 5, 8)
+        prompt, sums = "".join(map(str, digits)) + "=", np.cumsum(digits) % 5
+        thought = "<" + "".join(map(str, sums)) + ">"
+        said = [
+            f"{numbers.integers(0, 5)}$" if numbers.random() < 0.3 else f"{thought}{sums[-1]}$" for _ in range(siblings)
+        ]
+        rewards = np.array([float(each[-2] == str(sums[-1])) for each in said])
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        entries = []
+        for member, (answer, reward, advantage) in enumerate(
+            zip(said, rewards.tolist(), advantages.tolist(), strict=True)
+        ):
+            ids, count = [ord(each) for each in prompt + answer], len(answer)
+            logprobs = (-0.05 * numbers.exponential(size=count)).astype(np.float32)
+            current = logprobs + 0.1 * numbers.standard_normal(count).astype(np.float32)
+            versions = sorted(numbers.integers(step - 3, step, count).tolist())
+            segment = a_segment(ids[:-count], ids[-count:], logprobs.tolist(), versions)
+            one = a_rollout([segment], reward, group=f"g{step}", ordinal=step, size=siblings, member=member)
+            columns = SegmentColumns.of(pack_logprobs(current), pack_logprobs([advantage] * count))
+            one = msgspec.structs.replace(one, task="running-sums")
+            kept = KeptRollout(step=step, version=step - 1, k=2, trained=True, trajectory=one, columns=[columns])
+            entries.append(Entry(kept, prompt, answer, advantage))
+        pieces = {code: chr(code).encode() for code in range(33, 127)}
+        writer.append(step, step - 1, 1_795_000_000.0 + step, siblings, entries, pieces)
+    writer.close()
+
+
 def write_steps(
     folder: Path, steps: Sequence[int], *, rollouts: int = 10, max_bytes: int = 1 << 30
 ) -> list[Trajectory]:

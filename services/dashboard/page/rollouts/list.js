@@ -14,7 +14,7 @@ const REST_MS = 250;
 /** Where each search was scrolled to, while the page is open. */
 const remembered = new Map();
 
-export class ListView {
+export class View {
   constructor(place, context) {
     this.place = place;
     this.context = context;

@@ -9,7 +9,7 @@ import { Readout, TokenArea } from "./tokens.js";
 
 const SIDE_BY_SIDE = 8;
 
-export class OneView {
+export class View {
   constructor(place, context) {
     this.place = place;
     this.context = context;
