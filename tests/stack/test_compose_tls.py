@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-SERVING = ("weight-bus", "rollout", "gateway", "rewards", "trainer")
+SERVING = ("weight-bus", "rollout", "gateway", "rewards", "trainer", "dashboard")
 
 
 def read(name: str) -> dict[str, Any]:

@@ -75,7 +75,10 @@ def test_it_runs_as_nobody_special(image: str) -> None:
     [
         (
             "service",
-            ("redis", "gateway", "weight-bus", "rewards", "play", "run-environment", "prepare", "keys", "status"),
+            (
+                *("redis", "gateway", "weight-bus", "rewards", "dashboard"),
+                *("play", "run-environment", "prepare", "keys", "status"),
+            ),
         ),
         ("trainer", ("train", "sft")),
         ("rollout-cpu", ("rollout-server", "train")),
@@ -92,7 +95,7 @@ def test_its_commands_are_there(image: str, commands: tuple[str, ...]) -> None:
         (
             "service",
             "weight_bus.coordinator.app, weight_bus.manifest.snapshot, services.gateway.app, services.rewards.app, "
-            "opentelemetry.sdk",
+            "services.dashboard.app, opentelemetry.sdk",
         ),
         ("trainer", "torch, transformers, trainer.run, nixl_cu12._api"),
         ("rollout-cpu", "torch, vllm, rollout_server.engines.torch.engine, nixl_cu12._api"),
