@@ -41,7 +41,7 @@ def test_a_new_user_brings_the_stack_up_from_a_clean_clone(images: None, tmp_pat
         healthy_after = stack.wait_healthy(*LASTING, deadline_s=60.0)
         assert healthy_after <= 60.0
         stack.run(scale, deadline_s=60.0)
-        only_the_gateway_listens(stack, clone)
+        only_gateway_and_dashboard_listen(stack, clone)
         stack.run(follow, deadline_s=240.0)
         stack.wait("the environment ends", lambda: "exited" in stack.state("environment"), 60.0)
         said = json.loads(stack.run([*status, "--json"], deadline_s=60.0).stdout)
@@ -59,14 +59,16 @@ def test_a_new_user_brings_the_stack_up_from_a_clean_clone(images: None, tmp_pat
         stack.down()
 
 
-def only_the_gateway_listens(stack: Stack, clone: Path) -> None:
+def only_gateway_and_dashboard_listen(stack: Stack, clone: Path) -> None:
     """On loopback, and for those who have a key."""
     published = [port for each in stack.containers() for port in each["Publishers"] or [] if port["PublishedPort"]]
-    assert [(port["URL"], port["PublishedPort"]) for port in published] == [("127.0.0.1", stack.port)]
+    places = {(port["URL"], port["PublishedPort"]) for port in published}
+    assert places == {("127.0.0.1", stack.port), ("127.0.0.1", stack.dashboard_port)}
     agent = (clone / "deploy" / "keys" / "agent.key").read_text(encoding="ascii").strip()
-    url = f"http://127.0.0.1:{stack.port}/run"
-    assert httpx.get(url, timeout=10.0).status_code == 401
-    assert httpx.get(url, headers={"authorization": f"Bearer {agent}"}, timeout=10.0).status_code == 200
+    for port, path in ((stack.port, "run"), (stack.dashboard_port, "api/runs")):
+        url = f"http://127.0.0.1:{port}/{path}"
+        assert httpx.get(url, timeout=10.0).status_code == 401
+        assert httpx.get(url, headers={"authorization": f"Bearer {agent}"}, timeout=10.0).status_code == 200
 
 
 def prometheus_sees_all(stack: Stack) -> bool:

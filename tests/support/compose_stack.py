@@ -60,10 +60,12 @@ class Stack:
     settings: Mapping[str, str] = field(default_factory=dict)
     root: Path = ROOT
     port: int = field(default_factory=free_port)
+    dashboard_port: int = field(default_factory=free_port)
 
     def environ(self) -> dict[str, str]:
-        own = {"COMPOSE_PROJECT_NAME": self.project, "ROLLMESH_PORT": str(self.port), "COMPOSE_ANSI": "never"}
-        return {**os.environ, **build_environ(), **own, **self.settings}
+        ports = {"ROLLMESH_PORT": str(self.port), "ROLLMESH_DASHBOARD_PORT": str(self.dashboard_port)}
+        own = {"COMPOSE_PROJECT_NAME": self.project, "COMPOSE_ANSI": "never"}
+        return {**os.environ, **build_environ(), **own, **ports, **self.settings}
 
     def compose(self, *words: str, deadline_s: float = 180.0, check: bool = True) -> subprocess.CompletedProcess[str]:
         """`docker compose -f deploy/compose.yaml WORDS`."""
