@@ -105,6 +105,9 @@ class WorkerProcess:
             return protocol.read(line, answer)
         except TimeoutError as error:
             raise WorkerLostError(f"the worker was silent for {deadline_s:g} s{self._told()}") from error
+        except ConnectionError as error:
+            # Its end is seen while the question is written.
+            raise WorkerLostError(f"the worker has ended{await self._last_words()}") from error
         except (OSError, ValueError, protocol.ProtocolError) as error:
             raise WorkerLostError(f"the worker cannot be understood ({error!r}){self._told()}") from error
 

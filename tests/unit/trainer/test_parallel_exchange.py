@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -116,6 +117,8 @@ def mapped_by_all(rank: int, limited: int | None) -> tuple[bool, int]:
     """Whether this rank has the memory; and how many descriptors are open by it."""
     group = dist.group.WORLD
     assert group is not None
+    # What earlier tests left to the collector would be closed while these are counted.
+    gc.collect()
     before = len(list(Path("/proc/self/fd").iterdir()))
     with no_descriptors(rank == limited):
         memory = shared_bytes(group, 4096)
