@@ -21,6 +21,9 @@ from tests.support.dashboard_runs import HOSTILE, LiveRun, dashboard, learning_s
 from tests.support.loop_thread import LoopThread
 from tests.support.mesh_command import run_command
 
+# A browser takes seconds for each view.
+pytestmark = pytest.mark.slow
+
 VIEWS = ("now", "compare", "fleet")
 KEYS = Keys(agent="the-agent-key-of-this-test", admin="the-admin-key-of-this-test")
 FIRST_VIEW_BYTES = 300 << 10

@@ -23,6 +23,9 @@ from tests.support.kept_rollouts import keep_text, write_steps
 from tests.support.loop_thread import LoopThread
 from tests.support.trajectories import a_rollout
 
+# A browser takes seconds for each view.
+pytestmark = pytest.mark.slow
+
 MOST_NODES = 15_000
 WINDOW_IN_SIGHT = """() => {
   const area = document.querySelector(".tokens").getBoundingClientRect();

@@ -154,6 +154,7 @@ def test_ranks_share_what_is_always_there(overrides: list[str]) -> None:
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [[], ["trainer.activation_checkpointing=full"]])
 @pytest.mark.parametrize("machine", [Machine(2), Machine(2, 80 << 30)], ids=["CPUs", "GPUs"])
 def test_layers_that_stay_collected_are_planned(machine: Machine, overrides: list[str]) -> None:

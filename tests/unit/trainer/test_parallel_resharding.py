@@ -47,6 +47,7 @@ def collected(rank: int, reshard: bool | str, option: str) -> tuple[Counter[str]
     return counts, {} if steps is None else steps.weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["plain", "critic, full checkpointing", "adapters", "experts"])
 def test_layers_that_stay_are_collected_once_a_pass(rank_pool: RankPool, option: str) -> None:
     twice, once, chosen = (rank_pool.run(2, collected, reshard, option) for reshard in (True, False, "auto"))
