@@ -1,7 +1,4 @@
-"""Curves: `GET /api/runs/{run}/steps` of one run, `GET /api/compare` of several beside one another.
-
-Both are small whatever the run's length: steps are joined to places, and curves are read off at as many.
-"""
+"""`GET /api/runs/{run}/steps`: curves of one run. Small whatever its length: steps are joined to places."""
 
 from __future__ import annotations
 

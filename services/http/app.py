@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.host.ports import bound_socket
 from services.host.process import collect_seldom, give_memory_back
 from services.http.connection import BOUNDS, Bounds, guarded
 from services.observability.catalog import SERVICE_BUILD, SERVICE_NOT_READY
@@ -178,19 +179,7 @@ def open_port(host: str, port: int, *, lacking: Sequence[str] = ("any",)) -> soc
     for that, and for an address in use.
     """
     require_loopback(host, lacking)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named, because asyncio sets TCP_NODELAY only where it is: without it a kept connection loses 40 ms a call.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise errors.UsageError(
-            f"cannot listen on {host}:{port} ({error.strerror})",
-            "choose another port, or stop the process that uses it",
-        ) from error
-    return listener
+    return bound_socket(host, port)
 
 
 class Stop:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
+from services.host.ports import bound_socket
 from services.supervisor.launch_plan import LOOPBACK
 from services.supervisor.processes import ManagedProcess, Say
-from services.wire.errors import RollmeshError, UsageError
+from services.wire.errors import RollmeshError
 
 
 async def run_on_demand(managed: ManagedProcess, port: int, say: Say) -> None:
@@ -24,7 +23,8 @@ async def run_on_demand(managed: ManagedProcess, port: int, say: Say) -> None:
     What it is for goes on where it cannot run: that is said.
     """
     try:
-        with _listening(port) as listener:
+        with bound_socket(LOOPBACK, port) as listener:
+            listener.listen()
             await _first_call(listener)
             number = listener.fileno()
             command = (*managed.spec.command, "--fd", str(number))
@@ -32,22 +32,6 @@ async def run_on_demand(managed: ManagedProcess, port: int, say: Say) -> None:
             await managed.run()
     except RollmeshError as error:
         say(f"{error}: the run goes on without it")
-
-
-@contextmanager
-def _listening(port: int) -> Iterator[socket.socket]:
-    # Named, because asyncio sets TCP_NODELAY only where it is (`services.http.app.open_port`).
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((LOOPBACK, port))
-        except OSError as error:
-            raise UsageError(
-                f"cannot listen on {LOOPBACK}:{port} ({error.strerror})",
-                "choose another port, or stop the process that uses it",
-            ) from error
-        listener.listen()
-        yield listener
 
 
 async def _first_call(listener: socket.socket) -> None:

@@ -30,6 +30,19 @@ export function fill(node, ...children) {
   return node;
 }
 
+/** Returns `put(part, key, make)`, which fills a part only where its key is new: whoever has the focus in it keeps it. A part
+ *  for which `make` returns nothing is hidden. */
+export function partFiller() {
+  const shown = new Map();
+  return (part, key, make) => {
+    if (shown.get(part) === key) return;
+    shown.set(part, key);
+    const made = make();
+    part.hidden = made.length === 0;
+    fill(part, made);
+  };
+}
+
 const MOST = 4000;
 // Control characters but for line ends and tabs; characters without width; those that turn the direction of text.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}]/gu;

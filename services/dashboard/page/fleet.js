@@ -1,6 +1,6 @@
 // The view Fleet: services and their load, weight updates over time, and what an admin key may do.
 
-import { element, fill, plain, svg } from "./dom.js";
+import { element, fill, partFiller, plain, svg } from "./dom.js";
 import { bytes, clock, count, duration, milliseconds, percent } from "./figures.js";
 import { table } from "./tables.js";
 
@@ -19,15 +19,7 @@ export default {
     const devices = element("section", { class: "panel wide", "aria-label": "Devices" });
     fill(place, element("h1", {}, "Fleet"), element("div", { class: "panels" }, services, servers, devices, updates, runners, actions), dialog);
     const act = new Actions(dialog, context);
-    const shown = new Map();
-
-    function put(part, key, make) {
-      if (shown.get(part) === key) return;
-      shown.set(part, key);
-      const made = make();
-      part.hidden = made.length === 0;
-      fill(part, made);
-    }
+    const put = partFiller();
 
     for (const part of [services, servers, devices, runners, updates]) part.hidden = true;
     actions.hidden = !context.live;

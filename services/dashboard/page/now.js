@@ -1,6 +1,6 @@
 // The view Now: where the run is, what it does, what holds it up.
 
-import { element, fill, plain } from "./dom.js";
+import { element, fill, partFiller, plain } from "./dom.js";
 import { at, bytes, clock, count, duration, figures, fixed, milliseconds, number, percent, share, text } from "./figures.js";
 import { StepCurves } from "./step_curves.js";
 import { table } from "./tables.js";
@@ -138,16 +138,7 @@ export default {
       charts.append(panel);
       return new StepCurves(panel, each, context);
     });
-    const shown = new Map();
-
-    /** Fill a part only where what it shows is new: whoever has the focus in it keeps it. */
-    function put(part, key, make) {
-      if (shown.get(part) === key) return;
-      shown.set(part, key);
-      const made = make();
-      part.hidden = made.length === 0;
-      fill(part, made);
-    }
+    const put = partFiller();
 
     let step = -1;
     context.subscribe((state, changed) => {

@@ -193,6 +193,7 @@ async def test_a_live_run_is_told_as_status_and_its_file_tell_it(redis_url: str,
     assert (state["live"], state["phase"]["name"], state["about"]["k"]) == (True, "training", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 async def test_a_service_that_ends_is_told_within_three_seconds_and_so_is_its_return(
     redis_url: str, run_id: str, tmp_path: Path

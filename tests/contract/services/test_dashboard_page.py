@@ -15,7 +15,7 @@ from services.dashboard.open_runs import OpenRuns
 from services.security.permissions import Keys
 from services.supervisor.launch_plan import ValkeyPlan
 from services.wire.run_metrics import StepMetrics, decode_step_metrics
-from tests.support.browser import DESKTOP, PHONE, launched, opened, serious_findings
+from tests.support.browser import DESKTOP, PHONE, opened, serious_findings
 from tests.support.dashboard_pictures import draw
 from tests.support.dashboard_runs import HOSTILE, LiveRun, dashboard, learning_step, live_mesh, make_run
 from tests.support.loop_thread import LoopThread
@@ -27,18 +27,6 @@ pytestmark = pytest.mark.slow
 VIEWS = ("now", "compare", "fleet")
 KEYS = Keys(agent="the-agent-key-of-this-test", admin="the-admin-key-of-this-test")
 FIRST_VIEW_BYTES = 300 << 10
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with launched() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def loop() -> Iterator[LoopThread]:
-    with LoopThread() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

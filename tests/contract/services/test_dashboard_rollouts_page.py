@@ -17,7 +17,7 @@ from services.run_store.rollouts.tokens import segment_tokens
 from services.run_store.rollouts.writer import Entry, RolloutWriter
 from services.wire.packed import pack_logprobs, pack_mask, pack_tokens
 from services.wire.trajectory import Segment, VersionSpan
-from tests.support.browser import DESKTOP, PHONE, launched, opened, serious_findings
+from tests.support.browser import DESKTOP, PHONE, opened, serious_findings
 from tests.support.dashboard_runs import HOSTILE, dashboard, make_run
 from tests.support.kept_rollouts import keep_text, write_steps
 from tests.support.loop_thread import LoopThread
@@ -34,18 +34,6 @@ WINDOW_IN_SIGHT = """() => {
     return each.children.length > 0 && top < area.bottom && bottom > area.top;
   });
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with launched() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def loop() -> Iterator[LoopThread]:
-    with LoopThread() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
