@@ -5,10 +5,11 @@
 
 How to add to it
 - **Routes**: a module with `…_routes(plan: DashboardPlan, authorizer: Authorizer) -> APIRouter`, listed in
-  `make_dashboard_app`. Paths are `/api/runs/{run}/…`; `plan.runs.named(run)` is the run (`open_runs.OpenRun`: folder, run
-  id, Redis), or a NotFoundError. Every route names its scope: `dependencies=authorizer.of("reading")`, `"operator"` for what changes
-  anything. Blocking reads of files run in a thread (`def` routes). Answers are small: a bound on rows, on characters of a
-  text, and pages of what is more. Each route stands in the tables of tests/contract/services/test_every_scope.py.
+  `make_dashboard_app`. Paths are `/api/runs/{run}/…`; `plan.runs.named(run)` is the run (`open_runs.OpenRun`: folder,
+  run id, Redis), or a NotFoundError. Every route names its scope: `dependencies=authorizer.of("reading")`,
+  `"operator"` for what changes anything. Blocking reads of files run in a thread (`def` routes). Answers are small: a
+  bound on rows, on characters of a text, and pages of what is more. Each route stands in the tables of
+  tests/contract/services/test_every_scope.py.
 - **A view**: `page/NAME.js` exports `default {title, mount(element, context), unmount()}` and is listed in `page/app.js`
   (`VIEWS`); its CSS is `page/NAME.css`, linked in index.html. `context`:
     - `run`: name of the run that is chosen; another choice mounts the view again. `runs`: all of them.
