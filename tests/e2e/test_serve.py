@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import time
 from collections.abc import Iterator
@@ -39,23 +40,35 @@ def called(command: str) -> dict[str, object]:
     return answer
 
 
-@pytest.mark.parametrize("keys", [False, True], ids=["open", "keys"])
-def test_one_command_serves_a_model_and_prints_a_call_that_works(keys: bool, tiny_policy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", [False, True], ids=["open", "keys, TLS and a Redis of the user's"])
+def test_one_command_serves_a_model_and_prints_a_call_that_works(
+    keys: bool, redis_url: str, tiny_policy: Path, tmp_path: Path
+) -> None:
     command = ["serve", str(tiny_policy), "--servers", "2" if keys else "1", "--engine", "torch", "--port", "0"]
     if keys:
         assert run_command(["keys", "init", str(tmp_path / "keys")]).code == 0
-        command += ["--keys-dir", str(tmp_path / "keys")]
+        assert run_command(["keys", "tls", str(tmp_path / "tls")]).code == 0
+        command += ["--keys-dir", str(tmp_path / "keys"), "--tls-dir", str(tmp_path / "tls" / "localhost")]
+        command += ["--redis-url", redis_url]
+    authority = tmp_path / "tls" / "localhost" / "ca.pem"
+    trusted = ssl.create_default_context(cafile=authority) if keys else ssl.create_default_context()
     run_dir = tmp_path / "plane"
     with running(run_dir, [*command, "--run-dir", str(run_dir)]) as mesh:
         said = list(lines_until(mesh, "Ctrl-C stops it"))
         (page,) = (line.removeprefix("dashboard: ") for line in said if line.startswith("dashboard: "))
         key = (tmp_path / "keys" / "agent.key").read_text().strip() if keys else "none"
-        runs = httpx.get(f"{page}api/runs", headers={"authorization": f"Bearer {key}"}, timeout=30.0)
-        strangers = httpx.get(f"{page}api/runs", timeout=30.0)
+        with httpx.Client(verify=trusted, timeout=30.0) as http:
+            runs = http.get(f"{page}api/runs", headers={"authorization": f"Bearer {key}"})
+            strangers = http.get(f"{page}api/runs")
         opened, answered = (called(line.removeprefix("try: ")) for line in said if line.startswith("try: "))
         done = end_by(mesh, signal.SIGINT)
     servers = {"rollout-server-0", "rollout-server-1"} if keys else {"rollout-server-0"}
     assert {line.split()[0] for line in said if " is ready at http" in line} == {"weight-bus", "gateway", *servers}
+    scheme = "https" if keys else "http"
+    assert all(f" is ready at {scheme}://" in line for line in said if " is ready at " in line)
+    assert page.startswith(f"{scheme}://")
+    (status,) = (line for line in said if "rollmesh status" in line)
+    assert (f"--redis-url {redis_url} " in status) is keys
     assert [run["live"] for run in runs.json()["runs"]] == [True]
     assert strangers.status_code == (401 if keys else 200)
     assert opened["session_id"] == "hello"
