@@ -91,6 +91,7 @@ def test_a_port_in_use_is_found_before_anything_starts(tiny_policy: Path, tmp_pa
     assert not (tmp_path / "plane").exists()
 
 
+@pytest.mark.slow
 def test_five_commands_are_the_same_plane(tiny_policy: Path, tmp_path: Path) -> None:
     """Each in its own terminal, as docs/serving.md has them, and the call behind them."""
     text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").partition("## By five commands")[2]

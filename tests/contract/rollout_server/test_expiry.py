@@ -52,6 +52,7 @@ async def test_a_group_that_was_taken_over_keeps_no_other_from_expiring(
         assert host.stop.failure is None
 
 
+@pytest.mark.slow
 async def test_a_server_outlives_the_redis_that_it_would_write_ends_to(
     run_id: str, tiny_policy: Path, tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ async def test_two_ranks_are_measured_against_one() -> None:
     assert "s on two" in said[0]
 
 
+@pytest.mark.slow
 async def test_ranks_that_split_experts_are_held_against_one_process() -> None:
     said: list[str] = []
     layouts = {2: [Layout(data=2, expert=2)]}
