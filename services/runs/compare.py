@@ -17,11 +17,12 @@ from services.policies.progress.curves import Axis, differences
 from services.wire.errors import UsageError
 
 _WIDTH = 40
+_MOST_COLUMNS = 3
 
 
 def comparison(runs: Sequence[RunFiles], axis: Axis) -> RenderableType:
     """Settings that differ, the runs' figures, and success as sparklines."""
-    parts: list[RenderableType] = [_settings(runs), Text(), _figures(runs), Text()]
+    parts: list[RenderableType] = [_settings(runs), Text(), _beside("figure", figures_of(runs), runs), Text()]
     parts += [Text(f"success of the batch, by {AXES[axis]}", style="bold"), _success(runs, axis)]
     return Group(*parts)
 
@@ -30,16 +31,18 @@ def _settings(runs: Sequence[RunFiles]) -> RenderableType:
     differ = differences([run.settings for run in runs])
     if not differ:
         return Text("all settings are equal")
-    table = Table("setting", *(run.name for run in runs), box=None, pad_edge=False, header_style="bold")
-    for name, values in differ.items():
-        table.add_row(name, *("–" if value is None else str(value) for value in values))
-    return table
+    told = [(name, ["–" if value is None else str(value) for value in values]) for name, values in differ.items()]
+    return _beside("setting", told, runs)
 
 
-def _figures(runs: Sequence[RunFiles]) -> Table:
-    table = Table("figure", *(run.name for run in runs), box=None, pad_edge=False, header_style="bold")
-    for label, values in figures_of(runs):
-        table.add_row(label, *values)
+def _beside(what: str, told: Sequence[tuple[str, Sequence[str]]], runs: Sequence[RunFiles]) -> Table:
+    """A column for each run; of many runs, which would be too narrow, a row."""
+    names = [run.name for run in runs]
+    across = len(runs) <= _MOST_COLUMNS
+    header = [what, *names] if across else ["run", *(name for name, _ in told)]
+    table = Table(*header, box=None, pad_edge=False, header_style="bold")
+    for name, values in told if across else zip(names, zip(*(values for _, values in told), strict=True), strict=True):
+        table.add_row(name, *values)
     return table
 
 

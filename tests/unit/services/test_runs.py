@@ -117,6 +117,18 @@ def test_compare_names_what_differs_and_draws(place: Path) -> None:
     assert rollmesh("compare", "a", cwd=place).returncode == 2
 
 
+def test_of_many_runs_each_is_a_row(tmp_path: Path) -> None:
+    names = [f"run-{number}" for number in range(5)]
+    for number, name in enumerate(names):
+        make_run(tmp_path, name, f"seed = {number}\n", [0.5])
+    told = rollmesh("compare", *names, cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    rows = [line.split() for line in told.stdout.splitlines()]
+    assert next(row for row in rows if row[:1] == ["run"]) == ["run", "seed"]
+    assert all([name, str(number)] in rows for number, name in enumerate(names))
+    assert "…" not in told.stdout.partition("success of the batch")[0], "nothing is cut"
+
+
 @pytest.mark.parametrize("run", ["a", "older/old"])
 def test_samples_are_chosen_by_step_reward_length_and_text(place: Path, run: str) -> None:
     def steps(*arguments: str) -> list[int]:
