@@ -30,8 +30,8 @@ def rollout_server(
     model: Annotated[
         Path,
         typer.Option(
-            help="Hugging Face folder, waited for while another process makes it; with --engine http the tokenizer, "
-            "template and config of what the engine there serves"
+            help="Hugging Face folder, waited for while another process makes it, or smollm2-135m; with --engine http "
+            "the tokenizer, template and config of what the engine there serves"
         ),
     ],
     engine: Annotated[
@@ -66,6 +66,7 @@ def rollout_server(
 
     from services.config.checks import check_dtype, check_engine
     from services.host.engine_choice import choose_engine
+    from services.host.models import folder_meant
     from services.host.process import heavy_imports
     from services.host.vllm_arguments import check_arguments
     from services.http.app import Stop, serve
@@ -88,6 +89,7 @@ def rollout_server(
     settings, keys, tls = context.settings, context.keys, context.tls
     name = _chosen(engine or choose_engine(settings.engine), url, engine_key_file)
     # Before anything slow.
+    model = folder_meant(model)
     check_engine(settings, name)
     check_dtype(settings)
     set_wire(settings.weights)
@@ -172,6 +174,7 @@ def vllm_serve(
     from rollout_server.engines.vllm.serve import vllm_server
     from services.config.load import load_settings
     from services.host.engine_choice import choose_engine
+    from services.host.models import folder_meant
     from services.host.run_folder import is_complete
     from services.host.vllm_arguments import check_arguments
     from weight_bus.transports.environment import set_wire
@@ -179,6 +182,7 @@ def vllm_serve(
     settings = load_settings(config, [])
     choose_engine("vllm")
     check_arguments(settings.rollout.vllm.arguments())
+    model = folder_meant(model)
     if not is_complete(model):
         raise UsageError(f"{model} is no model folder (no config.json)", "give a Hugging Face folder")
     name = engine_id or f"vllm-{host}-{port}"

@@ -31,7 +31,9 @@ def train(
     config: options.Config,
     redis_url: options.RedisUrl,
     bus_url: Annotated[str, typer.Option(help="Where the weight bus is")],
-    model: Annotated[Path, typer.Option(help="Hugging Face folder to start from; it may still be made")],
+    model: Annotated[
+        Path, typer.Option(help="Hugging Face folder to start from, which may still be made, or smollm2-135m")
+    ],
     run_dir: Annotated[
         Path, typer.Option(help="Run folder: metrics, samples, checkpoints; an interrupted run goes on")
     ],
@@ -52,6 +54,7 @@ def train(
     begin_again_with_tunables()
 
     from services.config.fitting import threads_of
+    from services.host.models import folder_meant
     from services.host.process import heavy_imports, usable_cores
     from services.http.startup import read_context
     from services.security.keys import read_key
@@ -68,6 +71,7 @@ def train(
         tls_dir=tls_dir,
     )
     describe(context.settings.trainer)
+    model = folder_meant(model)
     # Before other ranks are started, which inherit it.
     set_wire(context.settings.weights)
     started = _started(context.settings)

@@ -140,7 +140,7 @@ async def _play(
         ended = agent.result()
         body = FinishSession(reward=ended.reward, components=components(ended))
         finished = await client.finish_session(session_id, body)
-        return Played(session_id, ended, finished.sampled_tokens)
+        return Played(session_id, ended, finished.sampled_tokens, finished.finish_reason == "length")
     except asyncio.CancelledError:
         await abort(client, [session_id])
         raise

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +77,10 @@ class Measured(BaseModel):
 
     samples: int = 1
     """Answers to each problem."""
+    cut_off: int | None = None
+    """Episodes whose last answer ended at the limit of tokens; None where that is not known of all."""
+    equal_rewards: int | None = None
+    """Problems whose answers all got the same reward, of which a step learns nothing; None with one answer a problem."""
 
     def in_words(self) -> dict[str, object]:
         """For the log."""
@@ -138,7 +142,15 @@ def _together(measured: Sequence[Measured]) -> Measured:
         last_version=max(each.last_version for each in measured),
         tasks=[OfTask(task=each.task, solved=each.solved, mean_length=each.mean_length) for each in measured],
         samples=measured[0].samples,
+        cut_off=_sum(each.cut_off for each in measured),
+        equal_rewards=_sum(each.equal_rewards for each in measured),
     )
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    """None where one is not known."""
+    known = list(counts)
+    return None if None in known else sum(count for count in known if count is not None)
 
 
 async def evaluate(
@@ -189,10 +201,12 @@ async def evaluate(
         tasks = [playing.create_task(play(first, sample)) for sample in range(samples) for first in firsts]
     played = [task.result() for task in tasks]
     solved = [0] * problems
+    rewards: list[set[float]] = [set() for _ in range(problems)]
     for number, episodes in enumerate(played):
         first = firsts[number % len(firsts)]
         for place, episode in enumerate(episodes):
             solved[first + place] += bool(episode.ended.success)
+            rewards[first + place].add(episode.ended.reward)
     answers = problems * samples
     return Measured(
         task=name,
@@ -202,6 +216,8 @@ async def evaluate(
         first_version=min(began),
         last_version=max([*began, *await _served(pool)]),
         samples=samples,
+        cut_off=_sum(episode.cut_off for episodes in played for episode in episodes),
+        equal_rewards=None if samples == 1 else sum(len(of_problem) == 1 for of_problem in rewards),
     )
 
 

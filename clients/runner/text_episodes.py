@@ -22,11 +22,13 @@ NOTHING: Mapping[str, float] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Played:
-    """One episode. `tokens` are those the policy sampled, 0 where they were not asked for."""
+    """One episode. `tokens` are those the policy sampled, 0 where they were not asked for. `cut_off`: whether its
+    last answer ended at the limit; None where that is not known."""
 
     session_id: str
     ended: Ended
     tokens: int
+    cut_off: bool | None = None
 
     def as_reward(self, noted: Mapping[str, float]) -> SessionReward:
         """`noted`: what is recorded beside the environment's own components."""
@@ -58,6 +60,7 @@ async def play_group(
         episodes[session], text = _start(environment, problem)
         turns.append(Turn(session_id=session, text=text))
     tokens = dict.fromkeys(episodes, 0)
+    cut_off: dict[str, bool] = {}
     played: list[Played] = []
     judging: dict[str, Judging] = {}
     while turns:
@@ -69,15 +72,19 @@ async def play_group(
         for result in taken.results:
             session = result.session_id
             tokens[session] += len(result.token_ids or ())
+            cut_off[session] = result.finish_reason == "length"
             reply = _respond(episodes[session], Answer(text=result.text, complete=result.finish_reason == "stop"))
             if isinstance(reply, Ended):
-                played.append(Played(session, reply, tokens[session]))
+                played.append(Played(session, reply, tokens[session], cut_off[session]))
             elif isinstance(reply, Judging):
                 judging[session] = reply
             else:
                 turns.append(Turn(session_id=session, text=reply.text))
     judged = await _judge(judging, evaluating) if judging else {}
-    return [*played, *(Played(session, ended, tokens[session]) for session, ended in judged.items())]
+    return [
+        *played,
+        *(Played(session, ended, tokens[session], cut_off[session]) for session, ended in judged.items()),
+    ]
 
 
 async def _judge(judging: Mapping[str, Judging], evaluating: bool) -> dict[str, Ended]:

@@ -44,6 +44,7 @@ _NONSENSE = ("", "0", "no idea")
 _FORMATS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>", "The answer is {}.")
 """In which environments look for a solution."""
 
+_AGENT = "an agent is not played without a policy: its problems were posed"
 _SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 ResultT = TypeVar("ResultT")
@@ -64,7 +65,9 @@ async def try_task(made: TaskTrial, environment: AnyEnvironment, seed: int) -> T
             if isinstance(environment, AbstractAsyncContextManager):
                 await stack.enter_async_context(environment)
             trial = _problems(trial, environment, seed)
-            return trial if agent else _episodes(trial, environment, seed)  # type: ignore[arg-type]
+            if agent:
+                return msgspec.structs.replace(trial, unplayed=_AGENT)
+            return _episodes(trial, environment, seed)  # type: ignore[arg-type]
     except UsageError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever its author's code raises

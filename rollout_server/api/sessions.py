@@ -125,6 +125,7 @@ def session_routes(
                 reward=end.reward or 0.0,
                 segments=end.segments,
                 sampled_tokens=end.sampled,
+                finish_reason=end.finish_reason,
             )
         )
 

@@ -73,4 +73,5 @@ def end_of(session_id: str, stream_id: str, trajectory: Trajectory) -> SessionEn
         segments=len(trajectory.segments),
         metadata=trajectory.metadata,
         ended_at=0.0,
+        finish_reason=trajectory.finish_reason,
     )

@@ -171,6 +171,7 @@ class SessionEnd(msgspec.Struct, frozen=True):
     segments: int
     metadata: Mapping[str, str]
     ended_at: float
+    finish_reason: str = "stop"
 
     def refuse(self) -> RollmeshError:
         """The error for a call in it."""
@@ -305,6 +306,7 @@ class Session:
             segments=segments,
             metadata=self.terms.metadata,
             ended_at=time.monotonic(),
+            finish_reason=self.finish_reason,
         )
         self.memory.cancel_answers(self.end.refuse())
         self.capture, self.memory, self.rewards = Capture(), CompletionMemory(), Rewards()

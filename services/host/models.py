@@ -79,6 +79,25 @@ def packaged_folder(name: str) -> Path:
     return cache_folder() / "models" / name
 
 
+def folder_meant(model: Path) -> Path:
+    """`model`, a folder which may still be made, or that of the model of PACKAGED whose name it is.
+
+    Raises UsageError, with the command that fetches it, for such a name that is not there yet.
+    """
+    name = str(model)
+    if is_folder(model) or name not in PACKAGED:
+        return model
+    folder = packaged_folder(name)
+    if not is_complete(folder):
+        raise not_there(name)
+    return folder
+
+
+def not_there(name: str) -> UsageError:
+    """What is raised of a name whose folder has not been fetched."""
+    return UsageError(f"the model {name} is not there yet", f"fetch it: rollmesh models fetch {name}")
+
+
 def code_files(folder: Path) -> frozenset[str]:
     """Python files that the folder's config.json has transformers load the model with; none where transformers knows the
     type itself, which needs no code of a folder's."""

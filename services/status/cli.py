@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from services.security.tls import Trust
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
+_RUNS = Path("runs")
 
 _HELP = """Show a run on one screen: its services, the versions they serve, queues, staleness, how busy the trainer is,
 and why it waits: on which server, for which groups, since when.
@@ -51,18 +52,26 @@ def status(
 ) -> None:
     import asyncio
 
-    from services.host.run_folder import running_redis
-    from services.run_store.client import reached_by
+    from services.host.run_folder import USUAL_REDIS, running_redis
+    from services.run_store.client import check_reachable, reached_by
     from services.security.keys import read_keys
     from services.security.tls import read_trust
+    from services.wire.errors import UsageError
 
     trust = read_trust(tls_dir)
-    redis_url = reached_by(
-        redis_url or running_redis(Path("runs")),
-        read_keys("reader", keys_dir, {"redis": redis_password_file}).redis,
-        trust,
-    )
+    found = redis_url or running_redis(_RUNS)
+    guessed = redis_url is None and found == USUAL_REDIS
+    redis_url = reached_by(found, read_keys("reader", keys_dir, {"redis": redis_password_file}).redis, trust)
     further = [_further(each) for each in also or []]
+    try:
+        asyncio.run(check_reachable(redis_url))
+    except UsageError as error:
+        if not guessed:
+            raise
+        raise UsageError(
+            f"no run is running in ./{_RUNS}, and no Redis answers at {found}",
+            "`rollmesh runs` lists those that have ended; for a run elsewhere give --redis-url",
+        ) from error
     with _shown(watch=watch, as_json=json) as show:
         well = asyncio.run(_collect(redis_url, run_id, trust, further, every if watch else None, show))
     if not well:
@@ -86,9 +95,8 @@ async def _collect(
     import httpx
 
     from services.observability.mesh_status.collector import NoRunYetError, StatusCollector, find_run
-    from services.run_store.client import check_reachable, connect
+    from services.run_store.client import connect
 
-    await check_reachable(redis_url)
     redis = connect(redis_url)
     try:
         while True:

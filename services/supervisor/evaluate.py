@@ -72,7 +72,8 @@ def _lines(found: Evaluation) -> list[str]:
         "success": f"{found.success:.1%} ({found.low:.1%} to {found.high:.1%} at 95 %)",
         **{f"pass@{k}": f"{share:.1%}" for k, share in found.pass_at.items() if k > 1},
         "problems": f"{found.problems}, {found.samples} answers each, {how}",
-        "answer length": f"{found.mean_length:.1f} tokens",
+        "answer length": f"{found.mean_length:.1f} tokens" + _cut_off(found),
+        **_signal(found),
         **{
             f"  {name}": f"{each.success:.1%} ({each.low:.1%} to {each.high:.1%}) of {each.problems}, "
             f"{each.mean_length:.1f} tokens"
@@ -82,6 +83,20 @@ def _lines(found: Evaluation) -> list[str]:
     }
     widest = max(map(len, rows))
     return [f"{name:{widest}}  {value}" for name, value in rows.items()]
+
+
+def _cut_off(found: Evaluation) -> str:
+    if found.cut_off is None:
+        return ""
+    return f", {found.cut_off / (found.problems * found.samples):.0%} cut off by rollout.max_tokens"
+
+
+def _signal(found: Evaluation) -> dict[str, str]:
+    """What training on such problems would have to learn from, where several answers to each tell."""
+    if found.equal_rewards is None:
+        return {}
+    share = found.equal_rewards / found.problems
+    return {"equal rewards": f"in {share:.0%} of the problems: a group of such answers teaches nothing"}
 
 
 async def _measure(asked: Asked, scratch: Path, say: Console) -> Evaluation:
@@ -112,7 +127,12 @@ async def _settings(asked: Asked, scratch: Path, say: Console) -> RunSettings:
     """Those of the checkpoint's run, its policy as a model folder, and what was asked for over them."""
     run = None if asked.checkpoint is None else _run_of(asked.checkpoint)
     if run is None:
-        return _alone(load_settings(None, asked.overrides), scratch)
+        settings = load_settings(None, asked.overrides)
+        if settings.model.path is None:
+            raise UsageError(
+                "nothing is named that could answer", "name a run folder or a checkpoint of one, or set model.path"
+            )
+        return _alone(settings, scratch)
     folder, at = run
     model = scratch / "model"
     command = [*OURS, "export", str(folder.root), "--out", str(model)]

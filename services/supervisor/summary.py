@@ -224,6 +224,11 @@ def success_before(folder: RunFolder) -> str | None:
     return _success(success_of(found.solved, found.samples), _within(found.solved, found.samples))
 
 
+def _learned(summary: Summary) -> bool:
+    """Whether held-out success rose by more than chance."""
+    return summary.success_interval_after[0] > summary.success_interval_before[1]
+
+
 def closing_lines(folder: RunFolder, summary: Summary) -> list[str]:
     """The summary for people, a line a fact."""
     gap = "–" if summary.logprob_gap_mean is None else f"{summary.logprob_gap_mean:.1e}"
@@ -259,6 +264,6 @@ def closing_lines(folder: RunFolder, summary: Summary) -> list[str]:
     }
     if summary.warnings:
         seen = ", ".join(f"{kind} in {steps} steps" for kind, steps in summary.warnings.items())
-        rows["may not have learned"] = f"{seen}: see {folder.metrics}"
+        rows["warnings" if _learned(summary) else "may not have learned"] = f"{seen}: see {folder.metrics}"
     widest = max(map(len, rows))
     return [f"{name:{widest}}  {value}" for name, value in rows.items()]

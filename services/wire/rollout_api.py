@@ -293,6 +293,10 @@ class EvaluationAnswers(Body):
     seconds: float = Field(ge=0.0)
     at: float
     """Unix seconds, at its end."""
+    cut_off: int | None = Field(default=None, ge=0)
+    """Episodes whose last answer ended at the limit of tokens; None where that is not known of all."""
+    equal_rewards: int | None = Field(default=None, ge=0)
+    """Problems whose answers all got the same reward; None with one answer a problem."""
     tasks: list[TaskAnswers] = Field(default_factory=list, max_length=100)
     """Where several were played, each by itself; `solved` has all of their problems, in this order."""
 
@@ -336,6 +340,8 @@ class Evaluation(Body):
     pass_at: dict[int, float]
     """k → share of problems that k answers solve."""
     mean_length: float
+    cut_off: int | None = None
+    equal_rewards: int | None = None
     seconds: float
     at: float
     tasks: dict[str, TaskEvaluation] = Field(default_factory=dict)

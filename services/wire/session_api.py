@@ -84,6 +84,8 @@ class SessionFinished(Body):
     reward: float
     segments: int
     sampled_tokens: int
+    finish_reason: str = "stop"
+    """Of its last answer; `length` where the limit of tokens cut it off."""
 
 
 class SessionStatus(Body):

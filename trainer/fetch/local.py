@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.host.models import PACKAGED, check_code, is_folder, packaged_folder
+from services.host.models import PACKAGED, check_code, folder_meant, is_folder, not_there
 from services.host.run_folder import is_complete
 from services.wire.errors import UsageError
 from trainer.fetch import hub
@@ -24,8 +24,8 @@ def find_model(model: Path, *, trust_remote_code: bool = False) -> Path:
         check_code(folder, trusted=trust_remote_code)
         return folder
     name = str(model)
-    found = hub.cached(name, trust_remote_code=trust_remote_code) if name not in PACKAGED else packaged_folder(name)
+    found = hub.cached(name, trust_remote_code=trust_remote_code) if name not in PACKAGED else folder_meant(model)
     if found is None or not is_complete(found):
-        raise UsageError(f"the model {name} is not there yet", f"fetch it: rollmesh models fetch {name}")
+        raise not_there(name)
     check_code(found, trusted=trust_remote_code)
     return found

@@ -114,7 +114,11 @@ class Observer:
         progress = None if folder is None else _read_progress(folder.progress)
         answers = None
         if progress is not None and progress.what in (BEFORE, AFTER):
-            answers = Part(progress.what, progress.done, progress.total)
+            # They begin together and end together: a count alone would stand still, and then be done.
+            running = sum(engine.running for engine in engines)
+            answers = Part(
+                progress.what, progress.done, progress.total, f"{running} being generated" if running else ""
+            )
         phase = phase_of(
             [_warming(part, progress) for part in starting],
             step=0 if metrics is None else metrics.step,

@@ -28,6 +28,8 @@ class TaskTrial(msgspec.Struct, frozen=True, kw_only=True):
     """What was different when it was asked for again; None where nothing was."""
     rewards: list[float] = []
     """Of answers that were given; empty where episodes cannot be judged here."""
+    unplayed: str | None = None
+    """Why no episode was played; None where some were."""
     right_answers: int = 0
     """How many of these were right."""
     problem_s: float = 0.0

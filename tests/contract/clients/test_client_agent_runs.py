@@ -214,6 +214,7 @@ async def test_episodes_that_are_lost_in_an_evaluation_count_as_not_solved(
         )
         assert measured.success == 0.5
         assert measured.mean_length == 2.0
+        assert (measured.cut_off, measured.equal_rewards) == (None, None)
         assert await host.published() == []
 
 
@@ -229,22 +230,26 @@ async def test_sampled_answers_of_an_evaluation_are_drawn_apart_and_the_same_eac
         RolloutClient(host.url, patience_s=0.2) as client,
     ):
         environment = await in_dialect(client, make_environment("sums"), dialect)
-        drawn = []
-        for _ in range(2):
+        drawn, measured = [], []
+        for max_tokens in (8, 8, 2):
             before = len(engine.requests)
-            await evaluate(
-                ServerPool([client]),
-                environment,
-                seed=3,
-                problems=20,
-                samples=2,
-                max_tokens=8,
-                temperature=1.0,
-                limits=EpisodeLimits(10.0),
+            measured.append(
+                await evaluate(
+                    ServerPool([client]),
+                    environment,
+                    seed=3,
+                    problems=20,
+                    samples=2,
+                    max_tokens=max_tokens,
+                    temperature=1.0,
+                    limits=EpisodeLimits(10.0),
+                )
             )
             drawn.append(sorted(str(request.sampling.seed) for request in engine.requests[before:]))
     assert len(set(drawn[0])) == 40
     assert drawn[0] == drawn[1]
+    assert [each.cut_off for each in measured] == [0, 0, 40]
+    assert [each.equal_rewards for each in measured] == [20, 20, 20], "no answer is right"
 
 
 async def test_an_environment_of_texts_plays_through_chat_in_one_segment(
@@ -356,7 +361,7 @@ UNREACHABLE = ServerUnreachableError("http://a-server", "refused", sent=False)
 async def test_an_evaluation_group_is_played_again_at_a_server_that_does_not_lose_it() -> None:
     unreachable, started_anew, good = Server(refuses=UNREACHABLE), Server(forgets=True), Server()
     measured = await measure(unreachable, started_anew, good)
-    wanted = Measured(success=1.0, mean_length=3.0, solved=[1, 1], first_version=0, last_version=7)
+    wanted = Measured(success=1.0, mean_length=3.0, solved=[1, 1], first_version=0, last_version=7, cut_off=0)
     assert measured == wanted.model_copy(update={"task": measured.task})
     assert [len(server.opened) for server in (unreachable, started_anew, good)] == [1, 1, 1]
     assert {group.purpose for group in good.opened} == {"evaluate"}

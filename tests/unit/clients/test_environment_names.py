@@ -139,6 +139,9 @@ def test_a_task_is_looked_at_without_any_server(
         assert ROLLMESH.run(["run-environment", *how, "--task", task]) == 0
         found = json.loads(capsys.readouterr().out)
         assert (found["task"], found["speaks"], found["assumed"]) == ("doubling", "text", True)
+        assert found.get("unplayed") is None
+    assert ROLLMESH.run(["run-environment", "--trial", "--task", f"python:{own}:make_agent"]) == 0
+    assert json.loads(capsys.readouterr().out)["unplayed"].startswith("an agent is not played")
     assert ROLLMESH.run(["run-environment", "--task", task, "--run-id", "a"]) == 2
     assert "--rollout-url, --run-dir must be given" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tests.support.chat_templates import (
 )
 from trainer.sft.tiny_model import build_tokenizer
 
+DOCS = Path(__file__).parents[3] / "docs"
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 TOKENIZER = build_chat_tokenizer()
 END, OTHER_END = TOKENIZER.convert_tokens_to_ids([TURN_END, END_OF_TEXT])
@@ -68,6 +70,22 @@ def test_a_prompt_is_what_the_template_says(tools: Any) -> None:
     conversation = [*ASKED, called, {"role": "tool", "tool_call_id": "c", "content": "4"}, QUESTION]
     assert decode(OWN.render(conversation, tools)) == by_template(conversation, tools)
     assert OWN.render(conversation, tools) == encode(by_template(conversation, tools))
+
+
+def test_the_template_of_the_docs_renders_tools_and_what_a_model_called() -> None:
+    offered = renderer((DOCS / "examples" / "tools_chat_template.jinja").read_text())
+    asked = offered.render(ASKED, TOOLS)
+    assert json.dumps(TOOLS[0]) in decode(asked) and "Be brief." in decode(asked)
+    answer = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    called = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {"x": 1}}}],
+    }
+    replied = {"role": "tool", "tool_call_id": "c", "content": "4"}
+    whole = decode(offered.render([*ASKED, called, replied], TOOLS))
+    assert whole.startswith(decode(asked) + answer), "the next prompt goes on where the model stopped"
+    assert whole.endswith("<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_a_template_is_seen_in_the_folder_without_its_tokenizer_being_loaded(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ MISTAKES = [
     ("up trainer.advantage.estimator=grpoo", "trainer.advantage.estimator=grpoo is not known", "did you mean 'grpo'?"),
     ("up weights.transport=rdma", "weights.transport = 'rdma'", "known: auto, nixl"),
     ("up rollout.vllm.max_model_len=512 --engine torch", "rollout.vllm.max_model_len is not read", "set engine=vllm"),
+    ("eval --problems 8", "nothing is named that could answer", "name a run folder"),
     ("eval --at best", "--at names a checkpoint of a run", "name the run with --checkpoint"),
     ("samples none", "none is no run folder", "`rollmesh runs` lists them"),
     ("weights status --bus-url localhost", "'localhost' is no address of a service", "write http://HOST:PORT"),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from services.host.run_folder import RunFolder, held
 from services.observability.terminal import sparkline
 from services.policies.progress.curves import Curve, arms, banded, curve_of, differences
+from services.status.cli import status
 from services.status.dead_letters_cli import dead_letters
 from services.wire.errors import UsageError
 from services.wire.run_metrics import EvaluationReport, Sample, SampledSegment, SampledSpan
@@ -177,6 +178,16 @@ def test_dead_letters_of_a_run_that_has_ended_are_looked_for_in_its_summary(
         dead_letters()
     with pytest.raises(UsageError, match="no Redis answers"):
         dead_letters(redis_url="redis://127.0.0.1:1/0")
+
+
+def test_status_says_that_no_run_is_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.host.run_folder.USUAL_REDIS", "redis://127.0.0.1:1/0")
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs", "a", "seed = 1\n", [0.5])
+    with pytest.raises(UsageError, match=r"no run is running in \./runs.*`rollmesh runs`"):
+        status()
+    with pytest.raises(UsageError, match="^no Redis answers"):
+        status(redis_url="redis://127.0.0.1:1/0")
 
 
 def test_prune_keeps_the_newest_and_whatever_runs_and_asks_first(tmp_path: Path) -> None:

