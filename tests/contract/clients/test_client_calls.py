@@ -61,7 +61,14 @@ OPENED = {
     "api_key": "k",
     "policy_version": 4,
 }
-FINISHED = {"session_id": "s1", "stream_id": "7-0", "reward": 1.0, "segments": 1, "sampled_tokens": 3}
+FINISHED = {
+    "session_id": "s1",
+    "stream_id": "7-0",
+    "reward": 1.0,
+    "segments": 1,
+    "sampled_tokens": 3,
+    "finish_reason": "stop",
+}
 GROUP = {"group_id": "g1", "ordinal": 0, "group_size": 1, "purpose": "train", "siblings": [], "missing": [0]}
 SAMPLING = SamplingBody(max_tokens=4)
 

@@ -186,7 +186,7 @@ def test_status_says_that_no_run_is_running(tmp_path: Path, monkeypatch: pytest.
     make_run(tmp_path / "runs", "a", "seed = 1\n", [0.5])
     with pytest.raises(UsageError, match=r"no run is running in \./runs.*`rollmesh runs`"):
         status()
-    with pytest.raises(UsageError, match="^no Redis answers"):
+    with pytest.raises(UsageError, match=r"^no Redis answers"):
         status(redis_url="redis://127.0.0.1:1/0")
 
 
