@@ -142,6 +142,8 @@ def server_readings(
     yield Reading(catalog.ROLLOUT_PREFILLED, status.prefill_tokens)
     yield Reading(catalog.ROLLOUT_RUNNING, status.running)
     yield Reading(catalog.ROLLOUT_WAITING, status.waiting)
+    if status.kv_use is not None:
+        yield Reading(catalog.ROLLOUT_KV, status.kv_use)
     yield Reading(catalog.ROLLOUT_PAUSED, status.paused)
     yield Reading(catalog.ROLLOUT_COMMITS, status.commits)
     if status.stalls_ms:

@@ -337,6 +337,7 @@ class RolloutServer:
             running=status.running,
             waiting=status.waiting,
             max_running=plan.settings.rollout.max_running,
+            kv_use=status.kv_use,
             open_sessions=groups.live_sessions,
             sampled_tokens=status.tokens_generated,
             store_used=0 if store is None else store.used,

@@ -161,6 +161,7 @@ def report_routes(
                 open_groups=len(groups()),
                 admission_waiting=gate().waiting,
                 http_cpu_s=http_cpu_s(),
+                kv_use=status.kv_use,
             )
         )
 

@@ -118,7 +118,8 @@ class EngineStatus:
     `stalls_ms`: for each commit of which enough decode steps around it were seen: the longest gap between tokens around
     it less the median undisturbed gap (`timing`). `prefill_tokens`: tokens whose keys and values were computed by
     prefill: of prompts, and of running requests that are recomputed; prefix cache hits are not counted.
-    `staged_version`: what a commit would serve. `ranks`: processes that the model is split over.
+    `staged_version`: what a commit would serve. `ranks`: processes that the model is split over. `kv_use`: share of the
+    memory for keys and values that running requests hold, 0 … 1; None where the engine does not tell.
     """
 
     name: str
@@ -134,6 +135,7 @@ class EngineStatus:
     prefill_tokens: int = 0
     staged_version: int | None = None
     ranks: int = 1
+    kv_use: float | None = None
 
 
 @runtime_checkable

@@ -110,6 +110,8 @@ class ServerRecord(ServiceRecord, frozen=True, kw_only=True):
     """Requests that wait for a place."""
     max_running: int = 0
     """Samples that it generates at once."""
+    kv_use: float | None = None
+    """Share of the memory for keys and values that running samples hold; None where its engine does not tell."""
     open_sessions: int = 0
     sampled_tokens: int = 0
     """Since it started."""

@@ -57,10 +57,11 @@ def _services(report: MeshReport) -> RenderableType:
     if not report.services:
         return Text("no service stands in the directory")
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for head in ("service", "state", "version", "running", "waiting", "sessions", "groups", "url"):
+    for head in ("service", "state", "version", "running", "KV", "waiting", "sessions", "groups", "url"):
         table.add_column(head, overflow="fold")
     for service in report.services:
-        figures = (service.policy_version, service.running, service.waiting, service.open_sessions, service.open_groups)
+        kv = None if service.kv_use is None else f"{service.kv_use:.0%}"
+        figures = (service.policy_version, service.running, kv, service.waiting, service.open_sessions, service.open_groups)
         table.add_row(service.name, _state(service, report.at), *map(_or_dash, figures), service.url)
     return table
 
@@ -115,5 +116,5 @@ def _figures(report: MeshReport) -> RenderableType:
     return table
 
 
-def _or_dash(value: int | None) -> str:
+def _or_dash(value: int | str | None) -> str:
     return "-" if value is None else str(value)

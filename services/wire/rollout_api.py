@@ -220,6 +220,8 @@ class EngineReport(Body):
     """Groups that wait for admission at this server."""
     http_cpu_s: float
     """CPU seconds of the thread that answers HTTP, since the server was ready."""
+    kv_use: float | None = None
+    """Share of the memory for keys and values that running requests hold; None where the engine does not tell."""
 
 
 class ErrorDetail(BaseModel):

@@ -15,14 +15,19 @@ step's version. Its outputs say so (`prefill_stats`).
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from services.wire.errors import UsageError
 from services.wire.sampling import KvPolicy
 
 
+TELL_EVERY_S = 0.5
+"""Between two steps that say which share of the blocks is in use."""
+
+
 class KvMemory:
-    """KV policy of one engine core. Wraps its scheduler's `schedule` and `_preempt_request`."""
+    """KV policy of one engine core. Wraps its scheduler's `schedule`, `_preempt_request` and `make_stats`."""
 
     def __init__(self, core: Any, policy: KvPolicy) -> None:
         caching = bool(core.scheduler.kv_cache_manager.enable_caching)
@@ -39,6 +44,8 @@ class KvMemory:
         self._schedule = core.scheduler.schedule
         core.scheduler._preempt_request = self._preempt_and_note
         core.scheduler.schedule = self._schedule_and_count
+        self._make_stats, self._told_at = core.scheduler.make_stats, 0.0
+        core.scheduler.make_stats = self._make_stats_seldom
         if policy == "salt":
             self._add = core.add_request
             core.add_request = self._add_salted
@@ -99,3 +106,15 @@ class KvMemory:
                     request.prefill_stats = PrefillStats()
                     request.prefill_stats.set(request.num_tokens, request.num_computed_tokens - planned, 0)
         return plan
+
+    def _make_stats_seldom(self, *arguments: Any, **named: Any) -> Any:
+        """vLLM's statistics of a step; where they are off, every half second those of the cache alone, which cost no loop
+        over requests."""
+        found = self._make_stats(*arguments, **named)
+        now = time.monotonic()
+        if found is not None or now - self._told_at < TELL_EVERY_S:
+            return found
+        from vllm.v1.metrics.stats import SchedulerStats
+
+        self._told_at = now
+        return SchedulerStats(kv_cache_usage=self._scheduler.kv_cache_manager.usage)

@@ -156,6 +156,7 @@ class EngineCore:
             failure=None if decode.failure is None else decode.failure.what,
             prefill_tokens=decode.prefill_tokens,
             staged_version=None if self._receiver is None else self._receiver.staged_version,
+            kv_use=decode.kv_use,
         )
 
     async def close(self) -> None:

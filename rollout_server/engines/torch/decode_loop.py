@@ -114,6 +114,10 @@ class DecodeLoop:
         return self._batch.prefill_tokens
 
     @property
+    def kv_use(self) -> float:
+        return self._batch.kv_use
+
+    @property
     def commits(self) -> int:
         return self._timing.commits
 

@@ -85,6 +85,7 @@ class KvCache:
         self._dtype, self._device = dtype, device
         self._starts: list[int] = []
         self._starts_tensor = torch.zeros(0, dtype=torch.int64, device=device)
+        self._starts_sum = 0
         self._low = 0
         self._clock = 0
         self._memories = self._allocate(min(_FIRST_ROWS, max_rows), _FIRST_COLUMNS)
@@ -99,6 +100,14 @@ class KvCache:
     def allocated(self) -> tuple[int, int]:
         """Rows and columns that memory is allocated for."""
         return self._memories[0].shape[1], self._memories[0].shape[3]
+
+    @property
+    def use(self) -> float:
+        """Share of the allocated places that hold a token of a row, 0 … 1. May be read on any thread: then it is the use
+        of about now."""
+        rows, columns = self.allocated
+        held = len(self._starts) * self._clock - self._starts_sum
+        return min(1.0, max(0.0, held / (rows * columns)))
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -200,6 +209,7 @@ class KvCache:
 
     def _rows_changed(self) -> None:
         self._low = min(self._starts, default=self._clock)
+        self._starts_sum = sum(self._starts)
         self._starts_tensor = on_device(np.array(self._starts, dtype=np.int64), self._device)
 
     def _move_columns(self, minimum_clock: int) -> None:

@@ -141,6 +141,11 @@ class Scheduler:
         """Tokens whose keys and values were computed by prefill."""
         return self._prefill.computed
 
+    @property
+    def kv_use(self) -> float:
+        """See `KvCache.use`."""
+        return self._slots.use
+
     def add(self, request: GenerationRequest) -> None:
         """Queue a request; first come, first served, but for those in the background."""
         sampling = request.sampling

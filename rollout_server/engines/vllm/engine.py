@@ -309,6 +309,8 @@ class VllmEngine:
             prefill_tokens=self._meter.prefill_tokens,
             staged_version=self._staged,
             ranks=self._plan.tensor_parallel,
+            # Nothing is told after the last step of the last request.
+            kv_use=self._meter.kv_use if unfinished else 0.0,
         )
 
     async def close(self) -> None:

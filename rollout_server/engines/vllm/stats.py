@@ -22,6 +22,8 @@ class StepMeter:
         self.generating = 0
         """Samples that got a token in the last step."""
         self.prefill_tokens = 0
+        self.kv_use: float | None = None
+        """Share of the blocks in use, as the core last told (`weight_bus.vllm.kv_cache`)."""
 
     @property
     def tokens(self) -> int:
@@ -32,6 +34,8 @@ class StepMeter:
 
     def observe(self, outputs: Any) -> list[str]:
         """One EngineCoreOutputs message; returns the ids of the requests whose prefill has just ended."""
+        if outputs.scheduler_stats is not None:
+            self.kv_use = outputs.scheduler_stats.kv_cache_usage
         tokens = generating = 0
         prefilled = []
         for output in outputs.outputs:

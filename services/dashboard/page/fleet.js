@@ -82,7 +82,7 @@ function serversOf(found, state, context, act) {
   const servers = found.filter((each) => each.kind === "rollout-server");
   if (servers.length === 0) return [];
   const engines = new Map((state.engines ?? []).map((each) => [each.server_id, each]));
-  const heads = ["Server", "State", "Version", "Load", "Waiting", "Sessions", "Groups", "Last stall", "Rollouts", ...(context.operator ? ["Action"] : [])];
+  const heads = ["Server", "State", "Version", "Load", "KV use", "Waiting", "Sessions", "Groups", "Last stall", "Rollouts", ...(context.operator ? ["Action"] : [])];
   return [
     element("h2", {}, "Rollout servers"),
     table(
@@ -93,6 +93,7 @@ function serversOf(found, state, context, act) {
         each.state ?? "–",
         count(each.policy_version),
         load(each.running, each.most_running),
+        share(each.kv_use),
         count(each.waiting),
         count(each.open_sessions),
         count(each.open_groups),
@@ -108,6 +109,11 @@ function load(running, most) {
   if (running === null || running === undefined) return "–";
   if (!most) return count(running);
   return [element("meter", { min: 0, max: most, value: running, "aria-label": `${running} of ${most} samples` }), ` ${count(running)} of ${count(most)}`];
+}
+
+function share(used) {
+  if (used === null || used === undefined) return "–";
+  return [element("meter", { min: 0, max: 1, value: used, "aria-label": `${percent(used)} of the memory for keys and values` }), ` ${percent(used)}`];
 }
 
 function runnersOf(found, now) {

@@ -258,6 +258,7 @@ def _service(listed: Listed, probe: Probe, groups: int) -> ServiceView:
         state=None if server is None else server.state,
         running=None if server is None else server.running,
         most_running=None if server is None else server.max_running,
+        kv_use=None if server is None else server.kv_use,
         waiting=None if server is None else server.waiting,
         open_sessions=None if server is None else server.open_sessions,
         open_groups=groups if record.kind == "rollout-server" else None,

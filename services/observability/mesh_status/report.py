@@ -11,7 +11,7 @@ from services.wire.run_metrics import EvaluationPoint
 
 
 class ServiceView(msgspec.Struct, frozen=True, kw_only=True):
-    """One service. The last seven are a rollout server's, as it last announced them; None for others."""
+    """One service. The last eight are a rollout server's, as it last announced them; None for others."""
 
     name: str
     kind: ServiceKind
@@ -31,6 +31,8 @@ class ServiceView(msgspec.Struct, frozen=True, kw_only=True):
     running: int | None = None
     most_running: int | None = None
     """Samples that it generates at once."""
+    kv_use: float | None = None
+    """Share of the memory for keys and values that running samples hold; None where its engine does not tell."""
     waiting: int | None = None
     open_sessions: int | None = None
     open_groups: int | None = None

@@ -174,7 +174,7 @@ async def test_a_live_run_is_told_as_status_and_its_file_tell_it(redis_url: str,
     run = LiveRun(redis_url, run_id, tmp_path)
     async with served(make_app("s", "0", nothing, list)) as url:
         await run.begin()
-        await run.announce("s0", url)
+        await run.announce("s0", url, kv_use=0.375)
         await run.hold_up("s0", "g")
         async with dashboard(run.runs) as page, events(page) as state:
             await until(lambda: bool(state), 10.0)
@@ -189,6 +189,7 @@ async def test_a_live_run_is_told_as_status_and_its_file_tell_it(redis_url: str,
     assert len(heard) == 2
     assert {name: state[name] for name in names} == {name: status.get(name) for name in names}
     assert state["causes"][0]["groups"][0]["group"] == "g"
+    assert state["services"][0]["kv_use"] == 0.375
     assert state["line"] == json.loads(run.folder.metrics.read_bytes().splitlines()[-1])
     assert (state["live"], state["phase"]["name"], state["about"]["k"]) == (True, "training", 2)
 

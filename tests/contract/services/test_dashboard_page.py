@@ -235,6 +235,8 @@ def test_an_action_is_asked_for_and_confirmed(browser: Any, live: tuple[str, Liv
     with opened(browser, live[0]) as watched:
         open_view(watched, "fleet", "live")
         page = watched.page
+        servers = page.locator("section[aria-label='Rollout servers'] tbody tr")
+        assert "38 %" in servers.first.inner_text(), "what it holds of its memory for keys and values"
         page.get_by_role("button", name="Verify weights").click()
         assert serious_findings(page) == []
         page.get_by_role("button", name="Leave it").click()

@@ -52,6 +52,9 @@ class Ledger:
 
     def check(self) -> None:
         window = self.slots.window()
+        rows, columns = self.slots.allocated
+        # The newest token of each row is written, and not ticked.
+        assert self.slots.use == pytest.approx((sum(map(len, self.rows)) - len(self.rows)) / (rows * columns))
         assert window.keys.shape[1] == len(self.rows) == self.slots.rows
         for row, tokens in enumerate(self.rows):
             own = window.columns >= window.starts[row]

@@ -54,6 +54,7 @@ class Step:
 
     timestamp: float
     outputs: list[StepOutput] = field(default_factory=list)
+    scheduler_stats: object = None
 
 
 def test_vllms_first_label_is_version_0() -> None:
@@ -175,6 +176,14 @@ def test_the_meter_counts_what_was_prefilled_and_names_whose_prefill_ended() -> 
     assert meter.prefill_tokens == 14
 
 
+def test_the_meter_keeps_what_was_last_told_of_the_cache() -> None:
+    meter = StepMeter()
+    assert meter.kv_use is None
+    meter.observe(Step(1.0, [StepOutput([1])], SimpleNamespace(kv_cache_usage=0.25)))
+    meter.observe(Step(1.1, [StepOutput([1])]))
+    assert meter.kv_use == 0.25
+
+
 def test_the_meter_counts_a_commit_while_nothing_runs_and_reports_no_stall() -> None:
     meter = StepMeter()
     meter.committed(1.0)
@@ -226,6 +235,8 @@ class Core:
     def _preempt_request(self) -> None: ...
 
     def schedule(self) -> None: ...
+
+    def make_stats(self) -> None: ...
 
     def get_request_counts(self) -> tuple[int, int]:
         return 0, 0

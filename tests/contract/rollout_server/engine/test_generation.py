@@ -20,6 +20,7 @@ from tests.contract.rollout_server.engine_harness import (
     request,
     sample_of,
 )
+from tests.support.rollout_host import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -38,6 +39,23 @@ async def test_every_sampled_token_is_counted(case: EngineCase) -> None:
     answers = await case.many([request(prompt, 7, n=3, temperature=1.0) for prompt in prompts(5, seed=21)])
     sampled = sum(len(sample.token_ids) for samples in answers for sample in samples)
     assert case.engine.status().tokens_generated - before == sampled
+
+
+async def test_how_much_of_its_memory_requests_hold_is_told_where_the_engine_knows(case: EngineCase) -> None:
+    if case.engine.status().name == "http":
+        assert case.engine.status().kv_use is None
+        return
+    seen = 0.0
+    # vLLM tells it every half second: a round may end before.
+    async with asyncio.timeout(20.0):
+        while not seen:
+            round_ = asyncio.create_task(case.many([request(prompts(1, seed=22)[0], 200, n=8, ignore_eos=True)]))
+            while not round_.done():
+                seen = max(seen, case.engine.status().kv_use or 0.0)
+                await asyncio.sleep(0.01)
+            await round_
+        assert 0.0 < seen <= 1.0
+        await until(lambda: case.engine.status().kv_use == 0.0)
 
 
 async def test_siblings_differ_and_each_comes_once(case: EngineCase) -> None:
