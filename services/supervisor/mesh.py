@@ -138,6 +138,8 @@ class Mesh:
         self._missing: dict[str, str] = {}
         self._warm = asyncio.Event()
         """Set once there is a model folder."""
+        self._stepped = asyncio.Event()
+        """Set once a step has been made since this process began."""
         self._began_at = began_at
         if folder.config.exists():
             self._began_at = folder.config.stat().st_mtime
@@ -229,7 +231,7 @@ class Mesh:
                     self._view.say(f"see how it is: rollmesh status --redis-url {redis_url}")
                     if processes.dashboard is not None:
                         self._view.say(f"dashboard: {plan.dashboard_url}")
-                        page = run_on_demand(processes.dashboard, plan.dashboard_port, self._view.say)
+                        page = run_on_demand(processes.dashboard, plan.dashboard_port, self._view.say, self._stepped)
                         lasting.append(tasks.create_task(page))
                     lasting += [tasks.create_task(managed.run()) for managed in processes.services]
                     lasting += [tasks.create_task(self._announce(*named, http)) for named in named_urls(plan)]
@@ -309,9 +311,13 @@ class Mesh:
             http=http,
             urls=plan.server_urls,
         )
-        before = None
+        before = first = None
         while True:
-            self._view.show(await observer.collect(self._start(plan)))
+            snapshot = await observer.collect(self._start(plan))
+            self._view.show(snapshot)
+            first = snapshot.step if first is None else first
+            if snapshot.step > first:
+                self._stepped.set()
             if before is None and (before := success_before(self._folder)) is not None:
                 self._view.say(f"held out before training: {before}")
             await asyncio.sleep(SHOW_EVERY_S)

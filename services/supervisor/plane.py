@@ -54,10 +54,12 @@ async def run_plane(
     during: Callable[[], Awaitable[None]],
     *,
     bus: bool = False,
+    at_last: asyncio.Event | None = None,
     keys: Keys = NO_KEYS,
     trust: Trust = PUBLIC,
 ) -> None:
-    """Start the plane of `plan`, await `during`, stop it. `bus`: whether it has the weight bus, and a dashboard.
+    """Start the plane of `plan`, await `during`, stop it. `bus`: whether it has the weight bus, and a
+    dashboard, which starts when it is called, or with `at_last`.
 
     Raises RollmeshError where a service gives up, or `during` fails.
     """
@@ -67,7 +69,7 @@ async def run_plane(
 
     valkey = manage(plan.valkey)
     edge = manage(plan.bus if bus else None, plan.gateway, plan.rewards)
-    page = manage(plan.dashboard if bus else None)
+    page, at_last = manage(plan.dashboard if bus else None), at_last or asyncio.Event()
     servers = manage(*plan.servers)
     try:
         async with AsyncExitStack() as stack:
@@ -77,7 +79,7 @@ async def run_plane(
                 lasting = [tasks.create_task(each.run()) for each in valkey]
                 await wait_for_redis(redis, REDIS_DEADLINE_S)
                 lasting += [tasks.create_task(each.run()) for each in (*edge, *servers)]
-                lasting += [tasks.create_task(run_on_demand(each, plan.dashboard_port, say)) for each in page]
+                lasting += [tasks.create_task(run_on_demand(each, plan.dashboard_port, say, at_last)) for each in page]
                 await during()
                 for task in lasting:
                     task.cancel()

@@ -65,6 +65,7 @@ async def _serve(settings: RunSettings, keys: KeyPlaces, port: int, console: Con
                 devices=environments_here(settings, resolved.placement),
             )
             _say(console, f"{settings.servers} × {settings.engine} engine, {settings.model.path}, in {folder.root}")
+            ready = asyncio.Event()
             try:
                 async with Reaper(shm_directory() / shm_prefix(run_id)) as reaper:
                     await run_plane(
@@ -72,8 +73,9 @@ async def _serve(settings: RunSettings, keys: KeyPlaces, port: int, console: Con
                         folder,
                         reaper,
                         lambda line: _say(console, line),
-                        lambda: _stand(plan, resolved, keys, console),
+                        lambda: _stand(plan, resolved, keys, console, ready),
                         bus=True,
+                        at_last=ready,
                         keys=known,
                         trust=read_trust(keys.tls),
                     )
@@ -82,8 +84,10 @@ async def _serve(settings: RunSettings, keys: KeyPlaces, port: int, console: Con
                 shutil.rmtree(folder.redis, ignore_errors=True)
 
 
-async def _stand(plan: LaunchPlan, resolved: Resolved, keys: KeyPlaces, console: Console) -> None:
-    """Say where everything is once it is ready, and wait to be cancelled."""
+async def _stand(
+    plan: LaunchPlan, resolved: Resolved, keys: KeyPlaces, console: Console, standing: asyncio.Event
+) -> None:
+    """Say where everything is once it is ready, set `standing`, and wait to be cancelled."""
 
     def say(line: str) -> None:
         _say(console, line)
@@ -97,6 +101,7 @@ async def _stand(plan: LaunchPlan, resolved: Resolved, keys: KeyPlaces, console:
 
     async with httpx.AsyncClient(trust_env=False, headers=headers, verify=read_trust(keys.tls).verify) as http:
         await asyncio.gather(*(ready(name, url) for name, url in named_urls(plan)))
+    standing.set()
     redis_url = without_password(plan.redis_url)
     say(f"run {resolved.run_id}; see how it is: rollmesh status --redis-url {redis_url} --run-id {resolved.run_id}")
     if plan.dashboard_url is not None:

@@ -32,7 +32,7 @@ async def test_a_process_starts_with_the_first_call_which_it_answers(tmp_path: P
     async with Reaper(tmp_path / "shm") as reaper:
         spec = ProcessSpec("page", (sys.executable, "-c", SERVER))
         managed = ManagedProcess(spec, tmp_path, reaper, said.append)
-        running = asyncio.create_task(run_on_demand(managed, port, said.append))
+        running = asyncio.create_task(run_on_demand(managed, port, said.append, asyncio.Event()))
         try:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20.0) as http:
 
@@ -56,13 +56,32 @@ async def test_a_process_starts_with_the_first_call_which_it_answers(tmp_path: P
             await managed.stop(5.0)
 
 
+async def test_a_process_starts_without_a_call_once_there_is_time_for_it(tmp_path: Path) -> None:
+    said: list[str] = []
+    port, at_last = free_port(), asyncio.Event()
+    async with Reaper(tmp_path / "shm") as reaper:
+        managed = ManagedProcess(ProcessSpec("page", (sys.executable, "-c", SERVER)), tmp_path, reaper, said.append)
+        running = asyncio.create_task(run_on_demand(managed, port, said.append, at_last))
+        try:
+            await until(lambda: running.done() or _listens(port), 10.0)
+            assert managed.child is None, "nobody has called"
+            at_last.set()
+            await until(lambda: managed.child is not None, 10.0)
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20.0) as http:
+                assert (await http.get("/")).status_code == 200
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await managed.stop(5.0)
+
+
 async def test_what_it_is_for_goes_on_where_its_port_is_taken(tmp_path: Path) -> None:
     said: list[str] = []
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = taken.sockets[0].getsockname()[1]
     async with taken, Reaper(tmp_path / "shm") as reaper:
         managed = ManagedProcess(ProcessSpec("page", (sys.executable,)), tmp_path, reaper, said.append)
-        await run_on_demand(managed, port, said.append)
+        await run_on_demand(managed, port, said.append, asyncio.Event())
     assert len(said) == 1 and f"127.0.0.1:{port}" in said[0] and said[0].endswith("the run goes on without it")
 
 
