@@ -52,7 +52,8 @@ ROLLOUT_PREFILLED = _counter("rollmesh_rollout_prefilled_tokens_total", "Tokens 
 ROLLOUT_RUNNING = _gauge("rollmesh_rollout_running_samples", "Samples being generated")
 ROLLOUT_WAITING = _gauge("rollmesh_rollout_waiting_requests", "Requests that wait for a place in the engine")
 ROLLOUT_KV = _gauge(
-    "rollmesh_rollout_kv_used_ratio", "Memory for keys and values that running samples hold; absent where it is not told"
+    "rollmesh_rollout_kv_used_ratio",
+    "Memory for keys and values that running samples hold; absent where it is not told",
 )
 ROLLOUT_PAUSED = _gauge("rollmesh_rollout_paused_engines", "1 while an operator has paused the engine")
 ROLLOUT_COMMITS = _counter("rollmesh_rollout_committed_updates_total", "Weight updates that the engine has flipped to")

@@ -61,7 +61,14 @@ def _services(report: MeshReport) -> RenderableType:
         table.add_column(head, overflow="fold")
     for service in report.services:
         kv = None if service.kv_use is None else f"{service.kv_use:.0%}"
-        figures = (service.policy_version, service.running, kv, service.waiting, service.open_sessions, service.open_groups)
+        figures = (
+            service.policy_version,
+            service.running,
+            kv,
+            service.waiting,
+            service.open_sessions,
+            service.open_groups,
+        )
         table.add_row(service.name, _state(service, report.at), *map(_or_dash, figures), service.url)
     return table
 

@@ -212,7 +212,13 @@ async def live_mesh(run: LiveRun) -> AsyncIterator[dict[str, str]]:
         urls = {}
         for place, name in enumerate(("s0", "s1")):
             urls[name] = await stack.enter_async_context(served(engine_app(name, version)))
-            told = {"running": 3 + 2 * place, "waiting": place, "open_sessions": 24, "store_used": 70 << 20, "kv_use": 0.375}
+            told = {
+                "running": 3 + 2 * place,
+                "waiting": place,
+                "open_sessions": 24,
+                "store_used": 70 << 20,
+                "kv_use": 0.375,
+            }
             await run.announce(name, urls[name], **told, store_most=768 << 20)
         urls["weight-bus"] = await stack.enter_async_context(served(bus_app(version)))
         await run.announce("weight-bus", urls["weight-bus"], "weight-bus")

@@ -15,7 +15,7 @@ _WITHIN_S = 1.0
 MOST_UPDATES = 12
 """Updates that are remembered here, for their timeline."""
 _EVERY_S = 3.0
-"""Between two readings of updates."""
+"""Between two readings."""
 _ASKED = 1
 """Updates that one reading asks for, but for the first: where more are made meanwhile, some are never seen."""
 
@@ -46,6 +46,9 @@ class BusLook:
         }
 
     async def _read(self, url: str) -> None:
+        if time.monotonic() - self._read_at < _EVERY_S:
+            return
+        self._read_at = time.monotonic()
         answer = await self._http.get(f"{url}/v1/versions")
         if answer.status_code != httpx.codes.OK:
             return
@@ -53,9 +56,6 @@ class BusLook:
         self._versions = VersionsView.model_validate_json(answer.content)
         # It forgets a version for a newer one alone: one that remembers fewer is another process.
         self.begun += before is not None and len(self._versions.versions) < len(before.versions)
-        if time.monotonic() - self._read_at < _EVERY_S:
-            return
-        self._read_at = time.monotonic()
         known = {each.version: each.state for each in self._versions.versions[:MOST_UPDATES]}
         self._updates = {version: each for version, each in self._updates.items() if version in known}
         most = MOST_UPDATES if first else _ASKED

@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 from services.dashboard.look.bus_look import BusLook
 from services.dashboard.look.ended import About, PartView, PhaseView, about, ended_sections
 from services.dashboard.look.events import Look, Sections
+from services.dashboard.look.light_http import LightTransport
 from services.dashboard.look.pace import pause_after
 from services.dashboard.look.restarts import Restarts
 from services.dashboard.open_runs import OpenRun, as_it_is_now
@@ -83,6 +84,27 @@ class RunnersLook:
         return self._found
 
 
+class StoreLook:
+    """Redis as a service: its incarnation is the run id that it gives itself. Read every few seconds."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._found: dict[str, str] = {}
+        self._read_at = -_SELDOM_S
+
+    async def read(self) -> Mapping[str, str]:
+        """Its name and incarnation, as of the last reading; empty where it does not say."""
+        if time.monotonic() - self._read_at >= _SELDOM_S:
+            self._read_at = time.monotonic()
+            try:
+                async with asyncio.timeout(_PART_WITHIN_S):
+                    process = (await self._redis.info("server")).get("run_id")
+            except (RedisError, OSError, TimeoutError):
+                return {}
+            self._found = {} if process is None else {"redis": str(process)}
+        return self._found
+
+
 class _Mesh:
     """The connections to a run that runs."""
 
@@ -96,12 +118,14 @@ class _Mesh:
             run_id=run.run_id,
             redis=redis,
             http=http,
+            engines_every_s=_SELDOM_S,
         )
+        self.store = StoreLook(redis)
         self.runners = RunnersLook(RunnerRegistry(redis, run.run_id))
         self.bus = BusLook(http)
         self.restarts = Restarts()
-        self.redis = redis
         self.sampled: Sampled | None = None
+        self.rate: float | None = None
         self.sections: Sections = {"live": b"true", "about": _encode(about)}
         """Of the last whole look."""
 
@@ -155,18 +179,20 @@ class RunLook:
             mesh.observer.collect(_starting(report), (_waits(report), None)),
             mesh.bus.read(bus),
             mesh.runners.read(),
-            _process_of(mesh.redis),
+            mesh.store.read(),
         )
         begun = {each.name: each.incarnation for each in report.services if each.incarnation is not None}
         restarts = mesh.restarts.look({**begun, **store, "weight-bus": str(mesh.bus.begun)}, report.at)
-        sampled = Sampled(time.monotonic(), {each.server_id: each.tokens_generated for each in snapshot.engines})
-        rate, mesh.sampled = generated_per_s(mesh.sampled, sampled), sampled
+        at = mesh.observer.engines_at
+        if mesh.sampled is None or mesh.sampled.at != at:
+            sampled = Sampled(at, {each.server_id: each.tokens_generated for each in snapshot.engines})
+            mesh.rate, mesh.sampled = generated_per_s(mesh.sampled, sampled), sampled
         mesh.sections = {
             "live": b"true",
             "about": _encode(self._about),
             **_of_report(report),
             **_of_snapshot(snapshot),
-            "generated_per_s": _encode(rate),
+            "generated_per_s": _encode(mesh.rate),
             "runners": _encode(runners),
             "restarts": _encode(restarts),
             **on_bus,
@@ -178,7 +204,7 @@ class RunLook:
         redis = connect(reached_by(redis_url, keys.redis, self._plan.trust))
         self._stack.push_async_callback(redis.aclose)
         http = await self._stack.enter_async_context(
-            httpx.AsyncClient(trust_env=False, headers=_shown(keys), verify=self._plan.trust.verify)
+            httpx.AsyncClient(trust_env=False, headers=_shown(keys), transport=LightTransport(self._plan.trust))
         )
         return _Mesh(self._run, self._about, redis, http, self._plan)
 
@@ -192,17 +218,6 @@ async def looking(run: OpenRun, plan: DashboardPlan) -> AsyncIterator[Look]:
     """A look at the run."""
     async with AsyncExitStack() as stack:
         yield RunLook(run, plan, stack)
-
-
-async def _process_of(redis: Redis) -> dict[str, str]:
-    """Redis as a service: its incarnation is the run id that it gives itself. Empty where it does not say."""
-    try:
-        async with asyncio.timeout(_PART_WITHIN_S):
-            told = await redis.info("server")
-    except (RedisError, OSError, TimeoutError):
-        return {}
-    process = told.get("run_id")
-    return {} if process is None else {"redis": str(process)}
 
 
 def _waits(report: MeshReport) -> dict[str, Wait]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SHARE = 0.008
+SHARE = 0.005
 """Of a core, that looks at one run may take."""
 LEAST_S, MOST_S = 1.0, 1.8
 """Between two looks. The longest is what a page may be late by when it says that a service has died."""

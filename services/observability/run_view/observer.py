@@ -94,18 +94,26 @@ class Observer:
         redis: Redis,
         http: httpx.AsyncClient,
         urls: Sequence[str] = (),
+        engines_every_s: float = 0.0,
     ) -> None:
-        """`began_at` in Unix seconds; `urls`: of the rollout servers. `folder`: None where this machine has none."""
+        """`began_at` in Unix seconds; `urls`: of the rollout servers. `folder`: None where this machine has none.
+        `engines_every_s`: for so long what engines said stands, while they are the same ones."""
         self._began_at, self._steps, self._k = began_at, steps, k
         self._folder = folder
         self._metrics = None if folder is None else MetricsTail(folder.metrics)
         self._samples = None if folder is None else _NewestSample(folder.rollouts)
         self._run_id, self._redis, self._http = run_id, redis, http
         self.urls = urls
+        self._engines_every_s = engines_every_s
+        self._asked: Sequence[str] = ()
+        self._reports: list[EngineReport] = []
+        self.engines_at = 0.0
+        """When engines were last asked (monotonic clock)."""
         self._looks: deque[tuple[bool, bool]] = deque(maxlen=LOOKS)
 
     async def collect(self, starting: Sequence[Part] = (), told: Told | None = None) -> Snapshot:
         """`starting`: what the run consists of when it starts. `told`: what Redis has said to the caller already."""
+        asked_at = self.engines_at
         engines, (waits, evaluation), sample = await asyncio.gather(
             self._engines(), self._told() if told is None else _at_once(told), self._sample()
         )
@@ -127,7 +135,7 @@ class Observer:
             answers=answers,
             trainer_waits="trainer" in waits,
         )
-        if phase.name == "training" and metrics is not None and engines:
+        if phase.name == "training" and metrics is not None and engines and self.engines_at != asked_at:
             generating = any(engine.running for engine in engines)
             self._looks.append((generating, any(engine.admission_waiting for engine in engines)))
         return Snapshot(
@@ -149,8 +157,12 @@ class Observer:
         return None if self._samples is None else await self._samples.read()
 
     async def _engines(self) -> list[EngineReport]:
-        reports = await asyncio.gather(*(read_engine(self._http, url) for url in self.urls))
-        return [report for report in reports if report is not None]
+        now, urls = time.monotonic(), list(self.urls)
+        if not self.engines_at or now - self.engines_at >= self._engines_every_s or urls != self._asked:
+            reports = await asyncio.gather(*(read_engine(self._http, url) for url in urls))
+            self._reports = [report for report in reports if report is not None]
+            self._asked, self.engines_at = urls, now
+        return self._reports
 
     async def _told(self) -> Told:
         waits, evaluation = await asyncio.gather(self._waits(), self._evaluation())

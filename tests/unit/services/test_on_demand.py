@@ -87,7 +87,7 @@ async def test_what_it_is_for_goes_on_where_its_port_is_taken(tmp_path: Path) ->
 
 def test_looks_that_cost_more_come_more_seldom_but_never_too_late() -> None:
     assert pause_after(0.0) == LEAST_S
-    assert pause_after(0.012) == 0.012 / SHARE
+    assert pause_after(0.008) == 0.008 / SHARE
     assert pause_after(10.0) == MOST_S < 3.0
 
 
