@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 import msgspec
@@ -71,7 +71,8 @@ class AnswerContext:
         engine ─► resumed after aborts ─► journal (partial answer) ─► read, chunks ─► journal (whole) ─► captured, released
 
     `call_id` and `created` (Unix seconds) come from the partial answer where there is one, so that all tries say the same.
-    `partial`: None where no other server could be asked for the answer. `span`: the try's tracing span.
+    `partial`: None where no other server could be asked for the answer. `span`: the try's tracing span. `began_at`: of the
+    try, Unix seconds.
     """
 
     deps: AnswerDeps
@@ -82,6 +83,7 @@ class AnswerContext:
     created: int
     partial: PartialAnswer | None
     span: Span
+    began_at: float = field(default_factory=time.time)
 
     def generate(self, request: GenerationRequest, prompt: int = 0) -> AsyncGenerator[GenerationDelta, None]:
         """Deltas of prompt number `prompt`; those of a partial answer are given out once they are in the journal."""
@@ -138,6 +140,7 @@ class AnswerContext:
             request_key=request_key,
             digests=digests,
             tools=tools,
+            times=(self.began_at, time.time()),
         )
         kept = None
         if request_key.call is not None or request_key.key is not None:

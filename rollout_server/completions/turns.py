@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ class TurnTaker:
             additions = await self._encode(call.turns)
             samplings = [_sampling_in(group, session, sampling) for session in sessions]
             plans = self._plan(group, sessions, additions, samplings)
+            began_at = time.time()
             with generating(self._tracing, sessions[0].terms.trace) as span:
                 sampled = await self._run_all(plans)
                 if span.context:
@@ -123,6 +125,7 @@ class TurnTaker:
                     )
                     for session, addition, delta, own in zip(sessions, additions, ordered, samplings, strict=True)
                 ],
+                times=(began_at, time.time()),
             )
             kept = None if name is None else (name, answer)
             await self._journal.append(group.group_id, record, lambda: _capture(group, record), answer=kept, call=name)

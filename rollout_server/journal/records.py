@@ -85,7 +85,8 @@ class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True, tag="answered", omit_defaults=True):
-    """One call was answered. `digests`: of the messages of a chat call, joined; `tools`: digest of the tools it offered."""
+    """One call was answered. `digests`: of the messages of a chat call, joined; `tools`: digest of the tools it offered.
+    `times`: when its generation began and ended, Unix seconds."""
 
     session_id: str
     call_id: str
@@ -95,6 +96,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True, tag="answered", omit_d
     request_key: RequestKey = msgspec.field(name="marks")
     digests: bytes = b""
     tools: bytes = b""
+    times: tuple[float, float] | None = None
 
 
 class TurnRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -107,11 +109,12 @@ class TurnRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TurnsAnswered(msgspec.Struct, frozen=True, kw_only=True, tag="turns"):
-    """Turns of one call of the group API. `call`: its name, where it has one."""
+    """Turns of one call of the group API. `call`: its name, where it has one. `times`: as those of `Answered`."""
 
     call: str | None
     sampling: SamplingParams
     turns: list[TurnRecord]
+    times: tuple[float, float] | None = None
 
 
 class Rewarded(msgspec.Struct, frozen=True, kw_only=True, tag="reward", omit_defaults=True):

@@ -85,7 +85,7 @@ def apply_answer(session: Session, record: records.Answered) -> list[Node]:
     """Capture the samples of a call and remember what it said. A session that has ended meanwhile takes nothing."""
     if session.end is not None:
         return []
-    nodes = [_add_node(session, node, record.sampling) for node in record.nodes]
+    nodes = [_add_node(session, node, record.sampling, record.times) for node in record.nodes]
     memory = session.memory
     memory.calls.setdefault(record.call_id, []).extend(nodes)
     if record.request_key.call is not None:
@@ -108,7 +108,7 @@ def apply_turns(group: Group, record: records.TurnsAnswered) -> list[tuple[Sessi
     for turn in record.turns:
         session = _find(group, turn.session_id)
         if session.end is None:
-            node = _add_node(session, turn.node, turn.sampling or record.sampling)
+            node = _add_node(session, turn.node, turn.sampling or record.sampling, record.times)
             session.finish_reason = turn.finish_reason
             if record.call is not None:
                 session.memory.named.setdefault(record.call, []).append(node)
@@ -249,13 +249,17 @@ def _find(group: Group, session_id: str) -> Session:
     return session
 
 
-def _add_node(session: Session, record: records.NodeRecord, sampling: SamplingParams) -> Node:
+def _add_node(
+    session: Session, record: records.NodeRecord, sampling: SamplingParams, times: tuple[float, float] | None
+) -> Node:
     capture = session.capture
     prompt, sampled, logprobs = array("i"), array("i"), array("f")
     prompt.frombytes(record.prompt)
     sampled.frombytes(record.sampled)
     logprobs.frombytes(record.logprobs)
     parent = None if record.parent < 0 else capture.nodes[record.parent]
-    return capture.record(
+    node = capture.record(
         parent, prompt, sampled, logprobs, record.spans, sampling, record.reason, record.kept, record.experts
     )
+    node.times = times
+    return node

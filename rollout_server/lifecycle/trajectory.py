@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rollout_server.sessions.group import Group
 from rollout_server.sessions.session import Session, SessionEnd
 from services.wire.errors import ConflictError
-from services.wire.trajectory import RewardSpan, Trajectory
+from services.wire.trajectory import CallTime, RewardSpan, Trajectory
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,11 @@ def trajectory_of(origin: Origin, group: Group, session: Session) -> Trajectory:
         for node in session.memory.calls.get(call_id, ())
         if node.sampled
     ]
+    times = [
+        CallTime(*layout.positions[node], *node.times)
+        for node in capture.nodes
+        if node.times is not None and node.sampled and node in layout.positions
+    ]
     return Trajectory(
         run_id=origin.run_id,
         trajectory_id=session.session_id,
@@ -46,6 +51,7 @@ def trajectory_of(origin: Origin, group: Group, session: Session) -> Trajectory:
         reward=session.rewards.total,
         reward_components=session.rewards.components,
         reward_spans=spans,
+        call_times=times,
         samplings=capture.samplings,
         tokenizer=origin.tokenizer,
         server_id=origin.server_id,

@@ -41,7 +41,7 @@ class Node:
 
     `number`: its place in the order of recording, from 0. `kept`: for each sampled token the ids that the cuts left, as
     `engines.base.GenerationDelta` has them; `experts`: of the tokens from the parent's last one on, but for its own last
-    one. None where nobody asked.
+    one. None where nobody asked. `times`: when its generation began and ended, Unix seconds, where that is known.
     """
 
     number: int
@@ -54,6 +54,7 @@ class Node:
     end: int
     kept: list[bytes] | None = None
     experts: ExpertChoices | None = None
+    times: tuple[float, float] | None = None
     children: list[Node] = field(default_factory=list)
 
 

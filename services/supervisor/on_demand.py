@@ -2,7 +2,8 @@
 
     listen ──a caller connects, or `at_last`──► process started, with the listening socket ──► it answers all calls
 
-So it takes nothing of a run's start, which is what its users wait for, and a page that is opened later is there at once. A process that dies is started again; callers wait meanwhile.
+So it takes nothing of a run's start, which is what its users wait for, and a page that is opened later is there at once.
+A process that dies is started again; callers wait meanwhile.
 """
 
 from __future__ import annotations

@@ -75,6 +75,15 @@ class RewardSpan(msgspec.Struct, array_like=True, frozen=True):
     components: dict[str, float] = {}
 
 
+class CallTime(msgspec.Struct, array_like=True, frozen=True):
+    """When a call was answered, Unix seconds: its sampled tokens begin at `start` of segment number `segment`."""
+
+    segment: int
+    start: int
+    began_at: float
+    ended_at: float
+
+
 class ExpertChoices(msgspec.Struct, frozen=True, array_like=True):
     """Which experts each of `layers` layers chose, `top` each, for some tokens in a row, from number `begin` on: `[tokens,
     layers, top]`, numbers of `itemsize` bytes, little-endian (`services.wire.packed`)."""
@@ -159,6 +168,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reward_components: dict[str, float] = msgspec.field(default_factory=dict)
     reward_spans: list[RewardSpan] = msgspec.field(default_factory=list)
     """Where an environment rewarded single calls."""
+    call_times: list[CallTime] = msgspec.field(default_factory=list)
+    """For those who read it; those of calls that are not known are left out."""
     samplings: list[SamplingParams]
     """How tokens were sampled: spans name one of these by its index."""
     task_id: str = ""
@@ -242,11 +253,13 @@ def check_trajectory(trajectory: Trajectory) -> None:
 def _check_numbers(trajectory: Trajectory) -> None:
     own = (trajectory.reward, trajectory.opened_at, trajectory.finished_at)
     components, calls = trajectory.reward_components, [span.reward for span in trajectory.reward_spans]
-    if all(map(math.isfinite, own)) and all(map(math.isfinite, components.values())) and all(map(math.isfinite, calls)):
+    times = [each for call in trajectory.call_times for each in (call.began_at, call.ended_at)]
+    if all(all(map(math.isfinite, each)) for each in (own, components.values(), calls, times)):
         return
     named = dict(zip(("reward", "opened_at", "finished_at"), own, strict=True))
     named |= {f"component {key!r}": value for key, value in components.items()}
     named |= {f"reward of call {number}": reward for number, reward in enumerate(calls)}
+    named |= {f"time of call {number // 2}": each for number, each in enumerate(times)}
     what, number = next((what, number) for what, number in named.items() if not math.isfinite(number))
     raise NotFiniteError(f"trajectory {trajectory.trajectory_id} has the {what} {number}")
 

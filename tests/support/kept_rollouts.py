@@ -16,7 +16,7 @@ from services.run_store.rollouts.search import MOST_A_PAGE, RolloutReader
 from services.run_store.rollouts.writer import Entry, RolloutWriter
 from services.wire.packed import pack_logprobs, pack_mask, pack_tokens
 from services.wire.run_metrics import Sample
-from services.wire.trajectory import RewardSpan, Segment, Trajectory, VersionSpan, check_trajectory
+from services.wire.trajectory import CallTime, RewardSpan, Segment, Trajectory, VersionSpan, check_trajectory
 from tests.support.trajectories import a_rollout, a_segment, grouped
 
 REASONS = ("template", "compaction", "retokenization", "tools_changed", "truncated", "branch")
@@ -80,13 +80,24 @@ def entry_of(step: int, one: Trajectory, numbers: np.random.Generator, k: int = 
     return Entry(kept, f"prompt {step} of {one.group_id}", f"answer {step * 7}-{one.member}", 0.5)
 
 
-def keep_text(folder: Path, step: int, text: str, *, sampled: int = 1, reward: float = 1.0, task: str = "test") -> None:
-    """One rollout of a step: a character of `text` a token, of which the last were sampled by the policy before it."""
+def keep_text(
+    folder: Path,
+    step: int,
+    text: str,
+    *,
+    sampled: int = 1,
+    reward: float = 1.0,
+    task: str = "test",
+    times: tuple[float, float] | None = None,
+) -> None:
+    """One rollout of a step, open from 1 to 2 s: a character of `text` a token, of which the last were sampled by the policy
+    before it, between `times`."""
     ids = [ord(character) for character in text]
     one = a_rollout(
         [a_segment(ids[:-sampled], ids[-sampled:], [-1.0] * sampled, [step - 1] * sampled)], reward, ordinal=step
     )
-    one = msgspec.structs.replace(one, task=task)
+    called = [] if times is None else [CallTime(0, len(ids) - sampled, *times)]
+    one = msgspec.structs.replace(one, task=task, call_times=called)
     kept = KeptRollout(
         step=step, version=step - 1, k=2, trained=True, trajectory=one,
         columns=[SegmentColumns.of(b"", pack_logprobs([0.5] * sampled))],

@@ -21,7 +21,6 @@ from typing import Any
 from services.wire.errors import UsageError
 from services.wire.sampling import KvPolicy
 
-
 TELL_EVERY_S = 0.5
 """Between two steps that say which share of the blocks is in use."""
 

@@ -76,7 +76,8 @@ def segment_tokens(kept: KeptRollout, number: int) -> SegmentTokens:
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens `start … start + length − 1` of a segment, which the policy sampled in one go, or which it was given.
 
-    `repeated`: they stood in an earlier segment already. `reward`: of the call, where it was given one.
+    `repeated`: they stood in an earlier segment already. `reward`: of the call, where it was given one. `began_at`,
+    `ended_at`: of the calls that sampled it, Unix seconds, where they are known.
     """
 
     start: int
@@ -84,6 +85,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     sampled: bool
     repeated: bool = False
     reward: float | None = None
+    began_at: float | None = None
+    ended_at: float | None = None
 
 
 class Break(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,12 +111,22 @@ def turns_of(kept: KeptRollout, number: int, known: int = 0) -> list[Turn]:
     rewards = [
         (span.start + span.length - 1, span.reward) for span in kept.trajectory.reward_spans if span.segment == number
     ]
+    times = [each for each in kept.trajectory.call_times if each.segment == number]
     cuts, turns = sorted(edges), list[Turn]()
     for start, end in pairwise(cuts):
         # A call's reward is at its last token.
         given = next((reward for last, reward in rewards if start <= last < end), None)
+        calls = [each for each in times if start <= each.start < end]
         turns.append(
-            Turn(start=start, length=end - start, sampled=bool(sampled[start]), repeated=end <= known, reward=given)
+            Turn(
+                start=start,
+                length=end - start,
+                sampled=bool(sampled[start]),
+                repeated=end <= known,
+                reward=given,
+                began_at=min((each.began_at for each in calls), default=None),
+                ended_at=max((each.ended_at for each in calls), default=None),
+            )
         )
     return turns
 

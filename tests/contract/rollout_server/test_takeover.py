@@ -123,6 +123,10 @@ async def test_a_session_of_a_server_that_left_goes_on_at_another_as_if_nothing_
     assert (finished.status_code, finished.json()["reward"], finished.json()["segments"]) == (200, 0.25, 1)
     (trajectory,) = await pair.second.published()
     assert sampled(trajectory) == [[*tokens, *more]]
+    first, second = trajectory.call_times
+    assert (first.segment, second.segment) == (0, 0) and 0 < first.start < second.start
+    assert trajectory.opened_at <= first.began_at <= first.ended_at <= second.began_at
+    assert second.began_at <= second.ended_at <= trajectory.finished_at
     assert (trajectory.metadata, trajectory.task) == ({"a": "b"}, "shop")
     accounts = await pair.second.ledger.accounts()
     assert (accounts.opened_groups, accounts.closed_groups, accounts.dropped_groups) == (1, 1, 0)

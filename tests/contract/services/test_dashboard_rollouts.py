@@ -86,9 +86,16 @@ async def test_one_rollout_tells_its_turns_breaks_and_siblings(tmp_path: Path) -
 async def test_an_agents_calls_and_tools_are_told_in_order(tmp_path: Path) -> None:
     asked = "<|im_start|>user\nWhat is 2 * 3?<|im_end|>\n<|im_start|>assistant\n"
     said = '<tool_call>\n{"name": "multiply", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
-    keep_text(make_run(tmp_path, "run", steps=2).rollouts, 1, asked + said, sampled=len(said))
+    folder = make_run(tmp_path, "run", steps=2).rollouts
+    keep_text(folder, 1, asked + said, sampled=len(said), times=(1.25, 1.75))
+    keep_text(folder, 2, asked + said, sampled=len(said))
     async with dashboard(OpenRuns(root=tmp_path)) as url, httpx.AsyncClient(base_url=url) as http:
         (segment,) = (await told(http, f"{LIST}/1"))["segments"]
+        (untimed,) = (await told(http, f"{LIST}/2"))["segments"]
+    times = [
+        [(each["turn"]["began_at"], each["turn"]["ended_at"]) for each in one["turns"]] for one in (segment, untimed)
+    ]
+    assert times == [[(None, None), (1.25, 1.75)], [(None, None)] * 2]
     assert [(each["role"], each["tools"], each["text"]) for each in segment["turns"]] == [
         ("user", [], asked),
         ("assistant", ["multiply"], said),

@@ -170,6 +170,28 @@ def said(text: str) -> dict[str, str]:
     return {name: value for name, _, value in parted}
 
 
+def test_turns_are_shown_over_seconds_where_these_are_known_else_over_tokens(
+    browser: Any, loop: LoopThread, tmp_path: Path
+) -> None:
+    folder = make_run(tmp_path, "run", steps=2).rollouts
+    keep_text(folder, 1, "asked and answered", sampled=8, times=(1.25, 1.75))
+    keep_text(folder, 2, "asked and answered", sampled=8)
+    with loop.during(dashboard(OpenRuns(root=tmp_path))) as url, opened(browser, url) as watched:
+        page = watched.page
+        turns = page.locator("section[aria-label='Timeline']")
+        page.goto(f"{url}/#/rollouts?run=run&rollout=1")
+        turns.locator(".turn").first.wait_for()
+        assert turns.locator(".turn-time").all_inner_texts() == ["0.0 s to 0.3 s", "0.3 s to 0.8 s"]
+        assert turns.locator(".time-axis").inner_text().split("\n") == ["0.0 s", "0.3 s", "0.5 s", "0.8 s", "1.0 s"]
+        bars = "(each) => [...each.querySelectorAll('.turn-bar')].map((bar) => bar.style.getPropertyValue('--from'))"
+        assert turns.evaluate(bars) == ["0%", "25%"]
+        assert serious_findings(page) == []
+        page.goto(f"{url}/#/rollouts?run=run&rollout=2")
+        turns.get_by_text("was not written down").wait_for()
+        assert turns.locator(".turn-time, .time-axis").count() == 0
+        assert watched.errors == []
+
+
 def test_rollouts_of_newer_steps_are_offered(browser: Any, loop: LoopThread, tmp_path: Path) -> None:
     folder = make_run(tmp_path, "run", steps=4)
     write_steps(folder.rollouts, range(1, 4))

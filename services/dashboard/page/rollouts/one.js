@@ -5,6 +5,7 @@ import { clock, count, number } from "../figures.js";
 import { table } from "../tables.js";
 import { filtersOf } from "./filters.js";
 import { TokenColors } from "./colors.js";
+import { timeline } from "./timeline.js";
 import { Readout, TokenArea } from "./tokens.js";
 
 const SIDE_BY_SIDE = 8;
@@ -55,7 +56,7 @@ export class View {
         found.segments.some((segment) => segment.broke !== null)
           ? element("section", { class: "panel wide", "aria-label": "Breaks" }, this.breaks())
           : null,
-        element("section", { class: "panel wide", "aria-label": "Timeline" }, this.timeline()),
+        element("section", { class: "panel wide", "aria-label": "Timeline" }, timeline(found, (segment, start) => this.jump(segment, start))),
         element("section", { class: "panel wide", "aria-label": "Siblings" }, this.siblings()),
         Object.keys(found.metadata).length + found.samplings.length > 0
           ? element("section", { class: "panel wide", "aria-label": "Metadata" }, this.metadata())
@@ -86,47 +87,6 @@ export class View {
     const found = this.rollout;
     const rows = Object.entries(found.components).map(([name, value]) => [plain(name, 80), number(value)]);
     return pairs([["all of it", number(found.reward)], ...rows]);
-  }
-
-  timeline() {
-    const found = this.rollout;
-    const nodes = [element("h2", {}, "Turns, calls and tools")];
-    found.segments.forEach((segment, index) => {
-      const told = `Segment ${index}: ${count(segment.tokens)} tokens, ${count(segment.sampled)} sampled, ${count(segment.trained)} trained`;
-      nodes.push(element("h3", {}, told));
-      nodes.push(element("ol", { class: "turns" }, segment.turns.map((each, number_) => this.turn(segment, index, each, number_))));
-      const left = segment.of_turns - segment.turns.length;
-      if (left > 0) nodes.push(element("p", { class: "faint" }, `${count(left)} more turns are in the tokens below.`));
-    });
-    const more = found.of_segments - found.segments.length;
-    if (more > 0) nodes.push(element("p", { class: "faint" }, `${count(more)} more segments are not shown.`));
-    return nodes;
-  }
-
-  turn(segment, index, { turn, text, role, tools }, place) {
-    const who = turn.sampled ? "policy" : turn.repeated ? "seen before" : role === "" ? "context" : role;
-    const button = element(
-      "button",
-      { type: "button", class: "turn-where", on: { click: () => this.jump(index, turn.start) } },
-      `tokens ${turn.start} to ${turn.start + turn.length - 1}`,
-    );
-    const bar = element("span", { class: "turn-bar", "aria-hidden": "true" });
-    bar.style.setProperty("--from", `${(100 * turn.start) / Math.max(1, segment.tokens)}%`);
-    bar.style.setProperty("--long", `${Math.max(0.4, (100 * turn.length) / Math.max(1, segment.tokens))}%`);
-    return element(
-      "li",
-      { class: turn.sampled ? "turn sampled" : "turn" },
-      element(
-        "div",
-        { class: "turn-head" },
-        element("strong", {}, plain(who, 40)),
-        tools.length > 0 ? element("span", { class: "turn-tools" }, `calls ${tools.map((tool) => plain(tool, 60)).join(", ")}`) : null,
-        turn.reward !== null ? element("span", {}, `reward ${number(turn.reward)}`) : null,
-        button,
-      ),
-      bar,
-      turn.repeated ? null : element("bdi", { class: "turn-text" }, plain(text, 600)),
-    );
   }
 
   breaks() {
