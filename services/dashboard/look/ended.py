@@ -21,7 +21,8 @@ _Read = TypeVar("_Read")
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run is: settings that its numbers are read by. None where there is no run folder here."""
+    """What a run is: settings that its numbers are read by. None where there is no run folder here. `unread`: why its
+    settings cannot be read; None where they can."""
 
     name: str
     run_id: str
@@ -33,6 +34,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     k: int = 0
     began_at: float | None = None
     placement: Placement | None = None
+    unread: str | None = None
 
 
 class PartView(msgspec.Struct, frozen=True):
@@ -60,8 +62,9 @@ def about(run: OpenRun) -> About:
         return About(name=run.name, run_id=run.run_id)
     try:
         settings = flat_settings(run.folder.config)
-    except UsageError:
-        return About(name=run.name, run_id=run.run_id)
+    except UsageError as error:
+        placement = _read(run.folder.placement, Placement)
+        return About(name=run.name, run_id=run.run_id, placement=placement, unread=str(error))
     return About(
         name=run.name,
         run_id=run.run_id,

@@ -167,6 +167,7 @@ export default {
 /** What is wrong, in words: [class, words]. */
 function troublesOf(state) {
   const found = [];
+  if (state.about?.unread) found.push(["bad", `Shown without its settings: ${state.about.unread}`]);
   for (const each of state.unread ?? []) found.push(["bad", `Not read: ${each}`]);
   for (const each of state.services ?? []) {
     if (each.probe === "ready" && each.alive !== false) continue;

@@ -295,6 +295,15 @@ async def test_a_run_that_ends_is_told_so_and_one_that_is_named_twice_is_one(tmp
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
 
 
+async def test_a_run_whose_settings_cannot_be_read_says_why(tmp_path: Path) -> None:
+    make_run(tmp_path, "run", steps=4).config.write_text("steps = [")
+    async with dashboard(OpenRuns(root=tmp_path)) as url, events(url, "run") as state:
+        await until(lambda: bool(state), 10.0)
+    assert state["line"]["step"] == 4, "all else is shown"
+    assert state["about"]["steps"] == 0
+    assert "config.toml is not valid TOML" in state["about"]["unread"]
+
+
 @pytest.mark.alone
 async def test_a_redis_that_dies_is_told_within_three_seconds_and_so_is_its_return(run_id: str, tmp_path: Path) -> None:
     plan = ValkeyPlan(data_dir=tmp_path, port=free_port())
