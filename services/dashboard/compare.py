@@ -44,7 +44,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """`name`: of the arm's first run, and how many others. `low`, `high`: of its runs at that place."""
+    """`name`: of the arm's first run, how many others, and what its band is; `low`, `high`: of the band at that place."""
 
     name: str
     xs: Sequence[float]

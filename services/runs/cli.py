@@ -151,8 +151,8 @@ def compare(
 ) -> None:
     """Compare runs: settings that differ, figures, and curves.
 
-    Runs that differ in the seed alone are one curve, with a band from the lowest to the highest of them. Time counts
-    from a run's first step.
+    Runs that differ in the seed alone are one curve with a band: of three or more the 95 % interval of their mean, of two
+    from one to the other. Time counts from a run's first step.
     """
     from rich.console import Console
 

@@ -50,6 +50,8 @@ def _success(runs: Sequence[RunFiles], axis: Axis) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, band in bands_of(runs, "success", axis):
         ends = f"{band.mean[0]:.2f} to {band.mean[-1]:.2f}, up to {band.xs[-1]:,.0f}" if band.xs else "no step yet"
+        if band.kind != "none":
+            ends += f", its band there {band.low[-1]:.2f} to {band.high[-1]:.2f}"
         table.add_row(name, sparkline(band.mean, 0.0, 1.0, _WIDTH), ends)
     return table
 

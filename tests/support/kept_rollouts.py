@@ -90,8 +90,8 @@ def keep_text(
     task: str = "test",
     times: tuple[float, float] | None = None,
 ) -> None:
-    """One rollout of a step, open from 1 to 2 s: a character of `text` a token, of which the last were sampled by the policy
-    before it, between `times`."""
+    """One rollout of a step, open from 1 to 2 s: a character of `text` a token, of which the last were sampled by the
+    policy before it, between `times`."""
     ids = [ord(character) for character in text]
     one = a_rollout(
         [a_segment(ids[:-sampled], ids[-sampled:], [-1.0] * sampled, [step - 1] * sampled)], reward, ordinal=step

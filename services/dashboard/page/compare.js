@@ -34,7 +34,7 @@ export default {
       element("h2", { class: "between" }, "Figures"),
       numbers,
       element("h2", { class: "between" }, "Curves"),
-      element("p", { class: "faint" }, "Runs that differ in the seed alone are one curve; its band goes from the lowest to the highest of them."),
+      element("p", { class: "faint" }, "Runs that differ in the seed alone are one curve: of three or more its band is the 95 % interval of their mean, of two it goes from one to the other."),
       curves,
     );
     fill(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from services.policies.progress.curves import Axis, Band, StepLine, arms, banded, curve_of
+from services.policies.progress.curves import Axis, Band, BandKind, StepLine, arms, banded, curve_of
 from services.policies.training.evaluation import interval
 from services.wire.run_metrics import EvaluationReport
 
@@ -24,6 +24,12 @@ FIGURES: Mapping[str, str] = MappingProxyType(
 AXES: Mapping[Axis, str] = MappingProxyType(
     {"step": "optimizer step", "tokens": "trained tokens", "time": "seconds since the first step"}
 )
+
+
+BANDS: Mapping[BandKind, str] = MappingProxyType(
+    {"none": "", "extremes": ", lowest to highest", "mean": ", mean with 95 % interval"}
+)
+"""What the band of a curve is, behind its name."""
 
 
 class Compared(Protocol):
@@ -45,11 +51,12 @@ class SummedLine(StepLine, Protocol):
 
 
 def bands_of(runs: Sequence[Compared], figure: str, axis: Axis) -> list[tuple[str, Band]]:
-    """The arms' names and curves."""
+    """The arms' names, with what their bands are, and curves."""
     named = []
     for arm in arms(runs, [run.settings for run in runs]):
         more = f" and {len(arm) - 1} of other seeds" if len(arm) > 1 else ""
-        named.append((f"{arm[0].name}{more}", banded([curve_of(run.lines, figure, axis) for run in arm])))
+        band = banded([curve_of(run.lines, figure, axis) for run in arm])
+        named.append((f"{arm[0].name}{more}{BANDS[band.kind]}", band))
     return named
 
 

@@ -1,6 +1,6 @@
 """Curves of several runs, made comparable: runs that differ in the seed alone become one curve with a band.
 
-runs ──same settings but seed and places──► arms ──every run read off at the same places──► mean, lowest, highest
+runs ──same settings but seed and places──► arms ──every run read off at the same places──► mean and band
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, Protocol, TypeVar
 
+from services.policies.progress.confidence import FEWEST, mean_interval
+
 Axis = Literal["step", "tokens", "time"]
+BandKind = Literal["none", "extremes", "mean"]
+"""What a band is: of one run there is none, of two it goes from one to the other, of more it is where their mean lies."""
 OWN = frozenset({"run_dir", "redis_url", "seed", "dashboard.enabled", "dashboard.port"})
 """Settings that differ between runs of one arm."""
 PLACES = 60
@@ -42,12 +46,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Band:
-    """Of one arm: at each of `xs` the mean of its runs, and the lowest and highest of them."""
+    """Of one arm: at each of `xs` the mean of its runs, and between which values its band lies there (`kind`)."""
 
     xs: Sequence[float]
     mean: Sequence[float]
     low: Sequence[float]
     high: Sequence[float]
+    kind: BandKind = "none"
 
 
 def differences(settings: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
@@ -98,7 +103,9 @@ def banded(curves: Sequence[Curve]) -> Band:
         return banded([max(curves, key=lambda curve: curve.xs[-1] - curve.xs[0])])
     xs = [first + (last - first) * i / (PLACES - 1) for i in range(PLACES)] if last > first else [first]
     read = [[_read_off(curve, x) for curve in curves] for x in xs]
-    return Band(xs, [fmean(ys) for ys in read], [min(ys) for ys in read], [max(ys) for ys in read])
+    kind: BandKind = "none" if len(curves) == 1 else "extremes" if len(curves) < FEWEST else "mean"
+    edges = [mean_interval(ys) if kind == "mean" else (min(ys), max(ys)) for ys in read]
+    return Band(xs, [fmean(ys) for ys in read], [low for low, _ in edges], [high for _, high in edges], kind)
 
 
 def _read_off(curve: Curve, x: float) -> float:

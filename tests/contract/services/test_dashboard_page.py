@@ -121,7 +121,7 @@ def test_compare_shows_what_differs_and_one_band_for_seeds(browser: Any, page_ur
         panel = watched.page.locator("section[aria-label='success of the batch']")
         entries = panel.locator(".legend .entry").all_inner_texts()
         assert len(entries) == 2
-        assert entries[0].startswith("a and 1 of other seeds")
+        assert entries[0].startswith("a and 1 of other seeds, lowest to highest")
         watched.page.select_option("#by", "tokens")
         watched.page.locator(".legend", has_text="trained tokens").first.wait_for()
         assert "by=tokens" in watched.page.url
@@ -146,6 +146,13 @@ def test_hostile_text_is_shown_as_text(browser: Any, loop: LoopThread, tmp_path:
         watched.page.locator("fieldset.runs label", has_text="<b>bold<script>").wait_for()
         assert watched.page.title() == "Compare · run"
         assert watched.errors == []
+
+
+def test_a_run_whose_settings_cannot_be_read_says_why(browser: Any, loop: LoopThread, tmp_path: Path) -> None:
+    make_run(tmp_path, "run", steps=3).config.write_text("steps = [")
+    with loop.during(dashboard(OpenRuns(root=tmp_path))) as url, opened(browser, url) as watched:
+        open_view(watched, "now", "run")
+        watched.page.locator(".banner .bad", has_text="Shown without its settings").wait_for()
 
 
 def test_without_a_key_there_is_the_login_alone(browser: Any, loop: LoopThread, place: Path) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from services.host.run_folder import RunFolder, held
 from services.observability.terminal import sparkline
+from services.policies.progress.confidence import mean_interval, t_quantile
 from services.policies.progress.curves import Curve, arms, banded, curve_of, differences
 from services.status.cli import status
 from services.status.dead_letters_cli import dead_letters
@@ -233,12 +234,25 @@ def test_a_figure_over_steps_tokens_and_time_leaves_out_what_a_step_does_not_kno
 
 
 @given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20), min_size=1, max_size=5))
-def test_a_band_lies_round_its_mean_and_within_its_runs(runs: list[list[float]]) -> None:
+def test_a_band_lies_round_its_mean_and_of_two_within_its_runs(runs: list[list[float]]) -> None:
     band = banded([Curve(list(range(len(ys))), ys) for ys in runs])
     lowest, highest = min(map(min, runs)), max(map(max, runs))
     for low, mean, high in zip(band.low, band.mean, band.high, strict=True):
-        assert lowest - 1e-6 <= low <= mean + 1e-6 and mean - 1e-6 <= high <= highest + 1e-6
+        assert low <= mean + 1e-6 and mean - 1e-6 <= high and lowest - 1e-6 <= mean <= highest + 1e-6
+        assert len(runs) > 2 or (lowest - 1e-6 <= low and high <= highest + 1e-6)
+    assert band.kind == {1: "none", 2: "extremes"}.get(len(runs), "mean")
     assert band.xs[-1] == pytest.approx(min(map(len, runs)) - 1), "no further than the shortest run"
+
+
+def test_an_interval_is_students() -> None:
+    # Of any table.
+    known = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 9: 2.2622, 10: 2.2281, 30: 2.0423, 119: 1.9801}
+    assert {freedom: round(t_quantile(freedom), 4) for freedom in known} == known
+    band = banded([Curve([0, 1], [0.5 + each, 0.5 + each]) for each in (-0.1, 0.0, 0.1)])
+    half = 4.302653 * 0.1 / 3**0.5
+    assert (band.low[-1], band.high[-1]) == pytest.approx((0.5 - half, 0.5 + half))
+    with pytest.raises(ValueError, match="1 values have no interval"):
+        mean_interval([0.5])
 
 
 def test_a_sparkline_rises_with_its_values() -> None:
