@@ -24,6 +24,7 @@ COMMANDS: Mapping[str, tuple[str, HolderName]] = {
     "rewards": ("rewards", "rewards"),
     "trainer": ("train", "trainer"),
     "environment": ("play", "environment"),
+    "dashboard": ("dashboard", "dashboard"),
 }
 """Component → the command that it runs, and whose keys it is given."""
 
@@ -126,6 +127,17 @@ def test_all_start_from_the_model_that_is_prepared(manifests: Manifests, tmp_pat
         (runs,) = [each for each in workload.container["volumeMounts"] if each["name"] == "runs"]
         assert runs["mountPath"] == "/runs"
         assert runs.get("readOnly", False) == (component == "rollout")
+
+
+def test_the_dashboard_shows_the_run_folder_and_changes_nothing_in_it(manifests: Manifests) -> None:
+    workload = manifests.workload("dashboard")
+    _, shown = command_of(manifests, workload)
+    _, trained = command_of(manifests, manifests.workload("trainer"))
+    assert (shown["names"], shown["run_id"]) == ([str(trained["run_dir"])], trained["run_id"])
+    for each in workload.containers:
+        (runs,) = [mount for mount in each["volumeMounts"] if mount["name"] == "runs"]
+        assert (runs["mountPath"], runs["readOnly"]) == ("/runs", True)
+    assert workload.owner["spec"]["replicas"] == 1, "another one knows nothing of its logins"
 
 
 def test_reward_functions_are_among_what_is_mounted(manifests: Manifests, tmp_path: Path) -> None:

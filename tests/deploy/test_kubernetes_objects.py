@@ -204,12 +204,14 @@ def needed(manifests: Manifests) -> dict[str, set[str]]:
     # Whom they are told of at run time.
     found["gateway"] |= {"rollout"}
     found["weight-bus"] |= {"rollout"}
+    found["dashboard"] |= {"rollout", "weight-bus", "gateway", "trainer"}
     return found
 
 
 def test_from_outside_only_the_gateway_is_reached(manifests: Manifests) -> None:
     authorizer = allowed(manifests)
-    assert [component for component, who in authorizer.items() if ("anybody", "http") in who] == ["gateway"]
+    assert [name for name, who in authorizer.items() if any(each == "anybody" for each, _ in who)] == ["gateway"]
+    assert authorizer["dashboard"] == set()
     assert not any(("anybody", "any") in who for who in authorizer.values())
 
 

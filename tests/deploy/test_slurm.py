@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import stat
 import subprocess
@@ -130,7 +131,9 @@ def test_a_job_trains_and_leaves_nothing_running(tmp_path: Path) -> None:
         "gateway": "gateway",
         "trainer": "train",
         "environment": "play",
+        "dashboard": "dashboard",
     }
+    assert re.search(rf"dashboard: http://{HEAD}:\d+/", said)
     assert {name: parse(step.command)[0] for name, step in steps.items()} == expected
     assert [steps[f"rollout-{index}"].flags["nodelist"] for index in range(2)] == ROLLOUT_NODES
     assert all(step.flags["nodelist"] == HEAD for name, step in steps.items() if not name.startswith("rollout"))
