@@ -1,6 +1,6 @@
-"""A real browser for tests of pages: the machine's Chromium, driven by Playwright. Where one is missing, tests are skipped.
+"""A real browser for tests of pages: a Chromium, driven by Playwright. Where one is missing, tests are skipped.
 
-apt-get install chromium        pip install playwright axe-playwright-python (both are in the extra `dev`)
+It is the machine's own, or the one that `./dev test` has fetched; Playwright and axe-core are in the extra `dev`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.fetch_tools import find_tool
+from tests.support.fetch_tools import BROWSERS, TOOLS, find_tool
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 _WITHIN_MS = 15_000
 
 
 def find_browser() -> str | None:
     """The program's path; None where the machine has none."""
-    return next(filter(None, map(find_tool, NAMES)), None)
+    return next(filter(None, map(find_tool, BROWSERS)), None)
 
 
 @contextmanager
@@ -34,9 +33,13 @@ def launched() -> Iterator[Any]:
     )
     program = find_browser()
     if program is None:
-        pytest.skip("no Chromium on this machine: apt-get install chromium")
-    # Root may not have its sandbox; without shared memory of a size it would die in a container.
-    arguments = ["--no-sandbox", "--disable-dev-shm-usage"] if os.geteuid() == 0 else []
+        pytest.skip(
+            "no Chromium on this machine, and none was fetched: `./dev test --all`, or apt-get install chromium"
+        )
+    # Root may not have its sandbox, nor may one that was unpacked and not installed; without shared memory of a size it would
+    # die in a container.
+    unheld = os.geteuid() == 0 or Path(program).is_relative_to(TOOLS)
+    arguments = ["--no-sandbox", "--disable-dev-shm-usage"] if unheld else []
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=program, args=arguments)
         try:

