@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 import msgspec
 from fastapi import APIRouter, Query, Response
-from pydantic import BaseModel
 
 from services.config.load import flat_settings
 from services.dashboard.look.ended import evaluation_of
@@ -16,6 +15,7 @@ from services.dashboard.open_runs import OpenRun
 from services.dashboard.plan import DashboardPlan
 from services.dashboard.steps import StepFigures, StepFiles
 from services.http.auth import Authorizer
+from services.http.struct_answer import answers, struct_answer
 from services.observability.run_view.run_curves import AXES, FIGURES, bands_of, figures_of
 from services.policies.progress.curves import Axis, differences
 from services.wire.errors import NotFoundError
@@ -69,16 +69,6 @@ class Comparison(msgspec.Struct, frozen=True):
     panels: list[Panel]
 
 
-class ComparisonBody(BaseModel):
-    """`Comparison`, for the document of routes."""
-
-    runs: list[str]
-    axis: str
-    settings: list[dict[str, object]]
-    figures: list[dict[str, object]]
-    panels: list[dict[str, object]]
-
-
 def compared(runs: Sequence[ComparedRun], by: Axis) -> Comparison:
     """Pure."""
     differ = differences([run.settings for run in runs])
@@ -109,14 +99,14 @@ def compare_routes(plan: DashboardPlan, steps: StepFiles, authorizer: Authorizer
     """The route."""
     router = APIRouter(tags=["curves"])
 
-    @router.get("/api/compare", dependencies=authorizer.of("reading"), response_model=ComparisonBody)
+    @router.get("/api/compare", dependencies=authorizer.of("reading"), responses=answers(Comparison))
     def compare(
         run: Annotated[list[str], Query(min_length=1, max_length=MOST_RUNS, description="Names of runs")],
         by: Annotated[Literal["step", "tokens", "time"], Query(description="What curves are drawn over")] = "step",
     ) -> Response:
         """Settings that differ, figures, and curves; runs that differ in the seed alone are one curve with a band."""
         found = compared([_read(plan.runs.named(name), steps) for name in dict.fromkeys(run)], by)
-        return Response(msgspec.json.encode(found), media_type="application/json")
+        return struct_answer(found)
 
     return router
 

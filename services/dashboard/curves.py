@@ -4,27 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 from fastapi import APIRouter, Query, Response
-from pydantic import BaseModel
 
 from services.dashboard.plan import DashboardPlan
 from services.dashboard.steps import NAMES, Columns, StepFiles, Steps
 from services.http.auth import Authorizer
+from services.http.struct_answer import answers, struct_answer
 from services.wire.errors import NotFoundError
 
 MOST_PLACES = 1000
 _Figure = Annotated[list[str], Query(min_length=1, max_length=len(NAMES), description="Names of metrics.jsonl")]
-
-
-class StepColumns(BaseModel):
-    """`services.dashboard.steps.Columns`."""
-
-    names: list[str]
-    columns: list[list[float | None]]
-    each: int
-    total: int
-    last: int
 
 
 def curve_routes(plan: DashboardPlan, steps: StepFiles, authorizer: Authorizer) -> APIRouter:
@@ -34,7 +23,7 @@ def curve_routes(plan: DashboardPlan, steps: StepFiles, authorizer: Authorizer) 
     @router.get(
         "/api/runs/{run}/steps",
         dependencies=authorizer.of("reading"),
-        response_model=StepColumns,
+        responses=answers(Columns),
     )
     def read_steps(
         run: str,
@@ -48,11 +37,7 @@ def curve_routes(plan: DashboardPlan, steps: StepFiles, authorizer: Authorizer) 
             raise NotFoundError(f"no figure {unknown[0][:100]!r}", f"known: {', '.join(NAMES)}")
         folder = plan.runs.named(run).folder
         if folder is None:
-            return _json(Steps().columns(figure))
-        return _json(steps.columns_of(folder, figure, after=after, most=most))
+            return struct_answer(Steps().columns(figure))
+        return struct_answer(steps.columns_of(folder, figure, after=after, most=most))
 
     return router
-
-
-def _json(found: Columns) -> Response:
-    return Response(msgspec.json.encode(found), media_type="application/json")

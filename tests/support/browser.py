@@ -36,8 +36,8 @@ def launched() -> Iterator[Any]:
         pytest.skip(
             "no Chromium on this machine, and none was fetched: `./dev test --all`, or apt-get install chromium"
         )
-    # Root may not have its sandbox, nor may one that was unpacked and not installed; without shared memory of a size it would
-    # die in a container.
+    # Root may not have its sandbox, nor may one that was unpacked and not installed; without shared memory of a size it
+    # would die in a container.
     unheld = os.geteuid() == 0 or Path(program).is_relative_to(TOOLS)
     arguments = ["--no-sandbox", "--disable-dev-shm-usage"] if unheld else []
     with playwright.sync_playwright() as driver:

@@ -111,10 +111,10 @@ class TokenWindow(msgspec.Struct, frozen=True, kw_only=True):
     sampled: list[int]
     trained: list[int]
     version: list[int]
-    logprob: list[float]
-    current: list[float]
-    ratio: list[float]
-    advantage: list[float]
+    logprob: list[float | None]
+    current: list[float | None]
+    ratio: list[float | None]
+    advantage: list[float | None]
 
 
 WHY: Mapping[BreakReason | None, str] = {
@@ -223,8 +223,8 @@ def token_window(kept: KeptRollout, segment: int, start: int, count: int, pieces
     near, before, there = window_of(kept, segment, start, count)
     own = slice(start, start + there)
 
-    def column(values: npt.NDArray[np.float32]) -> list[float]:
-        told: list[float] = values[own].astype(np.float64).tolist()
+    def column(values: npt.NDArray[np.float32]) -> list[float | None]:
+        told: list[float | None] = values[own].astype(np.float64).tolist()
         return told
 
     return TokenWindow(

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
 from fastapi import APIRouter, Path, Query, Response
-from pydantic import BaseModel
 
 from services.dashboard.plan import DashboardPlan
 from services.dashboard.rollouts.answers import (
     MOST_TOKENS,
     RolloutPage,
+    ShownRollout,
+    TokenWindow,
     distinct,
     shown_rollout,
     token_window,
@@ -22,6 +22,7 @@ from services.dashboard.rollouts.answers import (
     window_of,
 )
 from services.http.auth import Authorizer
+from services.http.struct_answer import answers, struct_answer
 from services.run_store.rollouts.search import MOST_A_PAGE, RolloutReader, Search, range_of
 from services.wire.errors import NotFoundError
 
@@ -29,43 +30,6 @@ _MOST_OFFSET = 10**9
 _MOST_TEXT = 1000
 Text = Annotated[str | None, Query(max_length=_MOST_TEXT)]
 Number = Annotated[int, Path(ge=0, le=2**62, description="Of the rollout, as a list has it")]
-
-
-class RolloutPageBody(BaseModel):
-    """`services.dashboard.rollouts.answers.RolloutPage`, for the document of routes."""
-
-    extent: dict[str, object] | None
-    page: dict[str, object]
-
-
-class RolloutBody(BaseModel):
-    """`services.dashboard.rollouts.answers.ShownRollout`, its main parts, for the document of routes."""
-
-    id: int
-    step: int
-    task: str
-    group: str
-    member: int
-    reward: float
-    segments: list[dict[str, object]]
-    siblings: list[dict[str, object]]
-
-
-class TokensBody(BaseModel):
-    """`services.dashboard.rollouts.answers.TokenWindow`, for the document of routes."""
-
-    segment: int
-    start: int
-    total: int
-    texts: list[str]
-    ids: list[int]
-    sampled: list[int]
-    trained: list[int]
-    version: list[int]
-    logprob: list[float | None]
-    current: list[float | None]
-    ratio: list[float | None]
-    advantage: list[float | None]
 
 
 def rollout_routes(plan: DashboardPlan, authorizer: Authorizer) -> APIRouter:
@@ -79,7 +43,7 @@ def rollout_routes(plan: DashboardPlan, authorizer: Authorizer) -> APIRouter:
             raise NotFoundError(f"the run {run[:100]} has no folder on this machine", "open it where its folder is")
         return RolloutReader(found.folder.rollouts)
 
-    @router.get("/api/runs/{run}/rollouts", dependencies=reading, response_model=RolloutPageBody)
+    @router.get("/api/runs/{run}/rollouts", dependencies=reading, responses=answers(RolloutPage))
     def find(
         run: str,
         step: Text = None,
@@ -112,17 +76,17 @@ def rollout_routes(plan: DashboardPlan, authorizer: Authorizer) -> APIRouter:
             limit=limit,
             up_to=up_to,
         )
-        return _json(RolloutPage(extent=found.extent(), page=found.search(wanted)))
+        return struct_answer(RolloutPage(extent=found.extent(), page=found.search(wanted)))
 
-    @router.get("/api/runs/{run}/rollouts/{rollout}", dependencies=reading, response_model=RolloutBody)
+    @router.get("/api/runs/{run}/rollouts/{rollout}", dependencies=reading, responses=answers(ShownRollout))
     def read(run: str, rollout: Number) -> Response:
         """One rollout: its facts, turns, where its prefixes broke, and its siblings."""
         found = reader(run)
         kept = found.kept(rollout)
         pieces = found.pieces(wanted_tokens(kept))
-        return _json(shown_rollout(rollout, kept, found.siblings(rollout), pieces))
+        return struct_answer(shown_rollout(rollout, kept, found.siblings(rollout), pieces))
 
-    @router.get("/api/runs/{run}/rollouts/{rollout}/tokens", dependencies=reading, response_model=TokensBody)
+    @router.get("/api/runs/{run}/rollouts/{rollout}/tokens", dependencies=reading, responses=answers(TokenWindow))
     def tokens(
         run: str,
         rollout: Number,
@@ -137,10 +101,6 @@ def rollout_routes(plan: DashboardPlan, authorizer: Authorizer) -> APIRouter:
             there = len(kept.trajectory.segments)
             raise NotFoundError(f"rollout {rollout} has no segment {segment}", f"it has {there}, from 0 on")
         near, _, _ = window_of(kept, segment, start, count)
-        return _json(token_window(kept, segment, start, count, found.pieces(distinct(near))))
+        return struct_answer(token_window(kept, segment, start, count, found.pieces(distinct(near))))
 
     return router
-
-
-def _json(answer: object) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import msgspec
 import pytest
 from fastapi import Request
@@ -293,6 +294,24 @@ async def test_a_run_that_ends_is_told_so_and_one_that_is_named_twice_is_one(tmp
         async with httpx.AsyncClient(base_url=url) as http:
             unknown = await http.get("/api/runs/other/events")
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
+
+
+async def test_the_document_of_routes_says_what_they_answer(tmp_path: Path) -> None:
+    make_run(tmp_path, "run", steps=3)
+    paths = {
+        "/api/compare": ("?run=run", "/api/compare"),
+        "/api/runs/{run}/steps": ("?figure=step&figure=loss", "/api/runs/run/steps"),
+        "/api/runs/{run}/rollouts": ("", "/api/runs/run/rollouts"),
+    }
+    async with dashboard(OpenRuns(root=tmp_path)) as url, httpx.AsyncClient(base_url=url) as http:
+        document = (await http.get("/openapi.json")).json()
+        for path, (query, asked) in paths.items():
+            said = document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+            answer = await http.get(asked + query)
+            assert answer.status_code == 200, answer.text
+            jsonschema.validate(answer.json(), said)
+            assert set(said["required"]) == set(answer.json())
+    assert "$defs" not in json.dumps(document)
 
 
 async def test_a_run_whose_settings_cannot_be_read_says_why(tmp_path: Path) -> None:
