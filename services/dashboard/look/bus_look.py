@@ -28,27 +28,27 @@ class BusLook:
         self._versions: VersionsView | None = None
         self._updates: dict[int, UpdateView] = {}
         self._read_at = -_EVERY_S
+        self._sections: Sections = {"versions": b"null", "updates": b"[]"}
         self.begun = 0
         """How often it was found to have begun again."""
 
     async def read(self, url: str | None) -> Sections:
         """`versions` (VersionsView) and `updates` (UpdateView of the last ones, the newest first)."""
-        if url is not None:
+        if url is not None and time.monotonic() - self._read_at >= _EVERY_S:
+            self._read_at = time.monotonic()
             try:
                 async with asyncio.timeout(_WITHIN_S):
                     await self._read(url)
             except (httpx.HTTPError, ValidationError, TimeoutError):
                 pass
-        shown = sorted(self._updates.items(), reverse=True)
-        return {
-            "versions": b"null" if self._versions is None else self._versions.model_dump_json().encode(),
-            "updates": b"[" + b",".join(each.model_dump_json().encode() for _, each in shown) + b"]",
-        }
+            shown = sorted(self._updates.items(), reverse=True)
+            self._sections = {
+                "versions": b"null" if self._versions is None else self._versions.model_dump_json().encode(),
+                "updates": b"[" + b",".join(each.model_dump_json().encode() for _, each in shown) + b"]",
+            }
+        return self._sections
 
     async def _read(self, url: str) -> None:
-        if time.monotonic() - self._read_at < _EVERY_S:
-            return
-        self._read_at = time.monotonic()
         answer = await self._http.get(f"{url}/v1/versions")
         if answer.status_code != httpx.codes.OK:
             return
