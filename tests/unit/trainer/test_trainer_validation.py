@@ -15,15 +15,7 @@ from services.policies.batching import DropCause, Member
 from services.run_store.stream import StreamEntry
 from services.wire.packed import pack_logprobs, pack_mask
 from services.wire.sampling import SamplingParams
-from services.wire.trajectory import (
-    CallTime,
-    RewardSpan,
-    Segment,
-    Trajectory,
-    VersionSpan,
-    encode_trajectory,
-    vocabulary_digest,
-)
+from services.wire.trajectory import RewardSpan, Segment, Trajectory, VersionSpan, encode_trajectory, vocabulary_digest
 from tests.support.examples import examples
 from tests.support.trajectories import a_rollout, a_segment
 from trainer.data.validation import Rejected, Validator, group_of
@@ -57,7 +49,6 @@ FAULTS: list[tuple[DropCause, dict[str, object]]] = [
     (DropCause.BAD_NUMBER, {"reward": -1e300}),
     (DropCause.BAD_NUMBER, {"reward_components": {"success": math.inf}}),
     (DropCause.BAD_NUMBER, {"reward_spans": [RewardSpan(0, 2, 1, math.nan)]}),
-    (DropCause.BAD_NUMBER, {"call_times": [CallTime(0, 2, 1.0, math.inf)]}),
     (DropCause.BAD_NUMBER, {"opened_at": math.nan}),
     (DropCause.MALFORMED, segment(loss_mask=pack_mask([0, 0, 1, 1, 1]))),
     (DropCause.MALFORMED, segment(loss_mask=pack_mask([0, 1, 1, 1]))),

@@ -11,7 +11,7 @@ const TICKS = 4;
 /** The axis that all turns share: seconds since the rollout was opened; null where the time of a call is not known. */
 export function secondsOf(rollout) {
   const calls = rollout.segments.flatMap((segment) => segment.turns.filter((each) => each.turn.sampled).map((each) => each.turn));
-  if (calls.length === 0 || calls.some((turn) => turn.began_at === null)) return null;
+  if (calls.length === 0 || calls.some((turn) => turn.began_at === null || turn.ended_at === null)) return null;
   const from = Math.min(rollout.opened_at, ...calls.map((turn) => turn.began_at));
   const to = Math.max(rollout.finished_at, ...calls.map((turn) => turn.ended_at));
   return { from, long: Math.max(to - from, 1e-3) };
