@@ -131,7 +131,8 @@ def keep_sums(folder: Path, steps: Sequence[int] = range(57, 61), siblings: int 
             segment = a_segment(ids[:-count], ids[-count:], logprobs.tolist(), versions)
             one = a_rollout([segment], reward, group=f"g{step}", ordinal=step, size=siblings, member=member)
             columns = SegmentColumns.of(pack_logprobs(current), pack_logprobs([advantage] * count))
-            one = msgspec.structs.replace(one, task="running-sums")
+            called = [CallTime(0, len(prompt), 1.125, 1.125 + count / 32)]
+            one = msgspec.structs.replace(one, task="running-sums", call_times=called)
             kept = KeptRollout(step=step, version=step - 1, k=2, trained=True, trajectory=one, columns=[columns])
             entries.append(Entry(kept, prompt, answer, advantage))
         pieces = {code: chr(code).encode() for code in range(33, 127)}
