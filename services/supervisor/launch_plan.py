@@ -7,7 +7,7 @@
                    teacher               (a rollout server of a fixed model, for a distillation from one)
                    trainer               (imports, then waits for the model folder; see `Mesh` for when)
                    environment           (waits for the servers)
-                   dashboard             (starts when somebody opens it, or after the first step: `on_demand`)
+                   dashboard             (starts when somebody opens it, or once the run is under way: `on_demand`)
                    tracking              (where logging backends are named; the run goes on without it)
                    demonstrations ─► sft ─► model folder   (imports meanwhile, where nothing can be in its cache)
 

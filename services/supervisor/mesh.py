@@ -60,6 +60,8 @@ TRACKING_STOP_DEADLINE_S = 20.0
 IMPORTS_WITHIN_S = 300.0
 """For a server to do its imports; the trainer starts then at the latest."""
 SHOW_EVERY_S = 0.5
+PAGE_AFTER_S = 20.0
+"""A run that is over sooner does not pay for a page that nobody opens."""
 DISK_EVERY_S = 1.0
 MIN_FREE_BYTES = 32 << 20
 """With less room than this a run is ended: Valkey and the step log must never meet a full disk."""
@@ -138,8 +140,8 @@ class Mesh:
         self._missing: dict[str, str] = {}
         self._warm = asyncio.Event()
         """Set once there is a model folder."""
-        self._stepped = asyncio.Event()
-        """Set once a step has been made since this process began."""
+        self._under_way = asyncio.Event()
+        """Set once steps have been made for PAGE_AFTER_S."""
         self._began_at = began_at
         if folder.config.exists():
             self._began_at = folder.config.stat().st_mtime
@@ -231,7 +233,7 @@ class Mesh:
                     self._view.say(f"see how it is: rollmesh status --redis-url {redis_url}")
                     if processes.dashboard is not None:
                         self._view.say(f"dashboard: {plan.dashboard_url}")
-                        page = run_on_demand(processes.dashboard, plan.dashboard_port, self._view.say, self._stepped)
+                        page = run_on_demand(processes.dashboard, plan.dashboard_port, self._view.say, self._under_way)
                         lasting.append(tasks.create_task(page))
                     lasting += [tasks.create_task(managed.run()) for managed in processes.services]
                     lasting += [tasks.create_task(self._announce(*named, http)) for named in named_urls(plan)]
@@ -311,13 +313,14 @@ class Mesh:
             http=http,
             urls=plan.server_urls,
         )
-        before = first = None
+        before = stepping = None
         while True:
             snapshot = await observer.collect(self._start(plan))
             self._view.show(snapshot)
-            first = snapshot.step if first is None else first
-            if snapshot.step > first:
-                self._stepped.set()
+            if snapshot.step and stepping is None:
+                stepping = time.monotonic()
+            if stepping is not None and time.monotonic() - stepping >= PAGE_AFTER_S:
+                self._under_way.set()
             if before is None and (before := success_before(self._folder)) is not None:
                 self._view.say(f"held out before training: {before}")
             await asyncio.sleep(SHOW_EVERY_S)
