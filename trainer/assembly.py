@@ -50,7 +50,7 @@ from trainer.model.roles import Roles, make_roles
 from trainer.parallel.publishing import LeadingPublisher
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.start import Started
-from trainer.planning.refusal import refuse_what_cannot_fit
+from trainer.planning.refusal import estimate_of, refuse_what_cannot_fit
 from trainer.weights import WeightUpdates
 from weight_bus.client.bus_client import BusClient
 from weight_bus.manifest.adapter import base_digest
@@ -59,6 +59,7 @@ from weight_bus.manifest.published import check_folder
 from weight_bus.publisher.contiguous import lay_contiguous
 from weight_bus.publisher.publisher import Publisher
 from weight_bus.publisher.ranks import Ranks as PublishingRanks
+from weight_bus.transports.device_choice import publishing_memory
 from weight_bus.transports.select import make_exporter
 
 BASE_VERSION = 0
@@ -122,7 +123,7 @@ def load_roles(arguments: TrainerArguments, teacher: Taught | None, ranks: Ranks
 def make_publisher(arguments: TrainerArguments, learner: Learner, ranks: Ranks, stack: ExitStack) -> Publisher:
     """The publisher of this rank's part of the weights, for every rank; what it needs is closed by `stack`. Raises
     UsageError."""
-    weights = arguments.settings.weights
+    weights, device = arguments.settings.weights, learner.model.device
     exporter = make_exporter(
         weights.transport,
         arguments.run_id,
@@ -131,6 +132,11 @@ def make_publisher(arguments: TrainerArguments, learner: Learner, ranks: Ranks, 
         file_keep=weights.file_keep,
         key=arguments.weights_key,
         model_folder=arguments.model,
+        device=publishing_memory(
+            weights.transport,
+            device,
+            estimate_of(arguments.model, arguments.settings, machine_of(device, ranks.layout.ranks)),
+        ),
     )
     if learner.adapters is None and not ranks.several:
         # Weights that lie as the arenas do are published by one copy.

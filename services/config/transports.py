@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -30,6 +30,11 @@ class NixlSettings(Section):
     )
     transports: tuple[Name, ...] = Field(
         default=(), description="UCX's transports, such as `rc`, `tcp`, `cuda_copy`, `self` (`UCX_TLS`)"
+    )
+    memory: Literal["auto", "host", "device"] = Field(
+        default="auto",
+        description="Where weights lie on the wire: device: in GPUs' memory at both ends; auto: there, where trainer and "
+        "engines have GPUs with room for it",
     )
     ports: PortRange | None = Field(
         default=None, description="Ports that UCX's TCP listens on, `LOW-HIGH` (`UCX_TCP_PORT_RANGE`); empty: any"

@@ -26,6 +26,7 @@ from services.wire.errors import UNDECODABLE, WireError
 from services.wire.weights_api import LAST_VERSION
 from weight_bus.errors import SignatureError
 from weight_bus.manifest.tiling import Runs, why_not_exact
+from weight_bus.memory.arena import MemoryKind
 
 MANIFEST_SCHEMA = 4
 
@@ -49,13 +50,17 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NixlSource(msgspec.Struct, frozen=True, kw_only=True, tag="nixl"):
-    """An arena as registered memory of a NIXL agent. `address` and `length` are checked before they are used."""
+    """An arena as registered memory of a NIXL agent. `address` and `length` are checked before they are used.
+
+    `memory`: of the owner's host, or of its GPU number `device`.
+    """
 
     agent: str
     metadata: bytes
     address: int
     length: int
     device: int
+    memory: MemoryKind = "DRAM"
 
 
 class ShmSource(msgspec.Struct, frozen=True, kw_only=True, tag="shm"):

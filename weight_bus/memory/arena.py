@@ -2,6 +2,7 @@
 
     private_arena   anonymous memory of this process (nixl reads it from outside)
     shared_arena    a file in shared memory, mode 0600, unlinked on close
+    a device's      `weight_bus.memory.device`
 
 A process killed with -9 leaves its files behind; `services.host.files.remove_shm_files` takes them away by prefix.
 """
@@ -15,6 +16,7 @@ import os
 import uuid
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -23,7 +25,19 @@ from services.host.process import STREAMED_BYTES
 from services.wire.errors import UsageError
 from weight_bus.errors import TransportError
 
-__all__ = ["Arena", "populate", "private_arena", "remove_shm_files", "shared_arena", "shm_directory", "shm_prefix"]
+__all__ = [
+    "Arena",
+    "MemoryKind",
+    "populate",
+    "private_arena",
+    "remove_shm_files",
+    "shared_arena",
+    "shm_directory",
+    "shm_prefix",
+]
+
+MemoryKind = Literal["DRAM", "VRAM"]
+"""The host's memory, or a GPU's, as NIXL calls them."""
 
 
 class Arena:
@@ -31,6 +45,8 @@ class Arena:
 
     `part`: the bytes of `memory` that it is made of, all where left out.
     """
+
+    on_device = False
 
     def __init__(self, memory: mmap.mmap, path: Path | None = None, part: slice | None = None) -> None:
         self._memory = memory
@@ -41,6 +57,17 @@ class Arena:
     @property
     def address(self) -> int:
         return address_of(self.view)
+
+    def host(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:  # noqa: ARG002
+        """Bytes `start` to `stop`, in the host's memory: the arena's own; of a device's a copy, in `into` where given."""
+        return self.view[start:stop]
+
+    def host_buffer(self, nbytes: int) -> memoryview | None:  # noqa: ARG002
+        """For `host` to copy into, again and again; None where it copies nothing."""
+        return None
+
+    def settle(self) -> None:
+        """Wait until what torch was asked to write here is written."""
 
     def close(self) -> None:
         """Unlink the file and give the memory back; bytes with a live view are freed with the last one."""

@@ -5,6 +5,8 @@
     of another dtype or device                     torch's copy of all of them, which casts; also with several threads
     computed                                       one after the other, each given up before the next is computed
 
+Where the exporter has a device, the arena lies there, and what is on that device is copied within it.
+
 All give the same bytes: padding stays zero, whatever lies between the weights in the source.
 """
 
@@ -19,8 +21,9 @@ import torch
 from weight_bus.manifest.computed import ComputedTensor, PublishedTensor
 from weight_bus.manifest.tensors import flat_bytes
 from weight_bus.memory.arena import Arena, copy_memory, populate, streams_well
+from weight_bus.memory.device import DeviceArena
 from weight_bus.publisher.sharding import OwnedPiece, OwnerPlan, local_part
-from weight_bus.transports.base import Exporter
+from weight_bus.transports.base import DeviceExporter, Exporter
 
 
 class ArenaBuffer:
@@ -28,14 +31,14 @@ class ArenaBuffer:
 
     def __init__(self, exporter: Exporter, plan: OwnerPlan, dtype: torch.dtype) -> None:
         """Raises TransportError when there is no memory for it."""
-        self.arena: Arena | None = exporter.allocate(plan.total_bytes) if plan.total_bytes else None
+        self.arena: Arena | None = _allocate(exporter, plan.total_bytes) if plan.total_bytes else None
+        self._bounce: memoryview | None = None
         self._dtype = dtype
         self._pieces = plan.pieces
         self._names = [entry.name for entry in plan.layout.tensors]
         self._views: dict[str, list[tuple[OwnedPiece, torch.Tensor]]] = {}
         if self.arena is not None:
-            populate(self.arena)
-            flat = flat_bytes(self.arena.view)
+            flat = _flat(self.arena)
             for piece in plan.pieces:
                 part = flat[piece.offset : piece.offset + piece.nbytes]
                 view = part.view(dtype).view(piece.shape)
@@ -44,11 +47,26 @@ class ArenaBuffer:
         self._padding = [(end, begin - end) for end, begin in ends if begin > end]
 
     @property
-    def view(self) -> memoryview:
-        return memoryview(b"") if self.arena is None else self.arena.view
+    def nbytes(self) -> int:
+        return 0 if self.arena is None else self.arena.nbytes
+
+    def host(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
+        """`Arena.host`: bytes of it, where they can be hashed."""
+        return memoryview(b"") if self.arena is None else self.arena.host(start, stop, into)
+
+    def bucket(self, offset: int, length: int) -> memoryview:
+        """Likewise, until the next call. Of a device's arena a copy in memory that is kept for it."""
+        if self.arena is not None and (self._bounce is None or len(self._bounce) < length):
+            self._bounce = self.arena.host_buffer(length)
+        return self.host(offset, offset + length, self._bounce)
 
     def fill(self, tensors: Mapping[str, PublishedTensor]) -> None:
-        """Copy the pieces in. The interpreter lock is released while bytes move."""
+        """Copy the pieces in; they are there when it returns. The interpreter lock is released while bytes move."""
+        self._fill(tensors)
+        if self.arena is not None:
+            self.arena.settle()
+
+    def _fill(self, tensors: Mapping[str, PublishedTensor]) -> None:
         views, parts = [], []
         for name in self._names:
             tensor, held = tensors[name], self._views.get(name, [])
@@ -107,3 +125,17 @@ class ArenaBuffer:
 
     def _is_served(self, part: torch.Tensor) -> bool:
         return part.dtype == self._dtype and part.device.type == "cpu" and part.is_contiguous()
+
+
+def _allocate(exporter: Exporter, nbytes: int) -> Arena:
+    if isinstance(exporter, DeviceExporter) and exporter.device is not None:
+        return exporter.allocate_on_device(nbytes)
+    return exporter.allocate(nbytes)
+
+
+def _flat(arena: Arena) -> torch.Tensor:
+    """uint8 `[nbytes]` over the arena, none of whose pages is touched for the first time by a version."""
+    if isinstance(arena, DeviceArena):
+        return arena.flat
+    populate(arena)
+    return flat_bytes(arena.view)

@@ -76,16 +76,16 @@ class BucketHashes:
         """Memory of this rank beside its arenas."""
         return self._arriving.nbytes + self._bucket.nbytes
 
-    def of(self, arena: memoryview, hash_of: Callable[[memoryview], str]) -> dict[int, Bucket]:
-        """The buckets that this rank hashes, by number, of what lies in the ranks' arenas; this one's is `arena`.
+    def of(self, arena: Callable[[int, int], memoryview], hash_of: Callable[[memoryview], str]) -> dict[int, Bucket]:
+        """The buckets that this rank hashes, by number, of what lies in the ranks' arenas; `arena` gives this one's bytes
+        from one place to another.
 
         Raises TransportError when a rank does not answer.
         """
-        mine = flat_bytes(arena) if len(arena) else torch.empty(0, dtype=torch.uint8)
         rank, found = self._ranks.rank, dict[int, Bucket]()
         for jobs in self._rounds:
             sent = [
-                (job.rank, mine[each.start : each.stop])
+                (job.rank, flat_bytes(arena(each.start, each.stop)))
                 for job in jobs
                 for each in job.ranges
                 if each.rank == rank and job.rank != rank
@@ -99,7 +99,8 @@ class BucketHashes:
                     used += length
             self._ranks.pass_on(sent, [(each.rank, data) for each, data in expected])
             if own is not None:
-                parts = [*expected, *((each, mine[each.start : each.stop]) for each in own.ranges if each.rank == rank)]
+                here = [each for each in own.ranges if each.rank == rank]
+                parts = [*expected, *((each, flat_bytes(arena(each.start, each.stop))) for each in here)]
                 bucket = self._put_together(own, parts)
                 found[own.number] = Bucket(offset=own.offset, length=own.length, hash=hash_of(bucket))
         return found

@@ -19,6 +19,8 @@ TARGET_BYTES = 4 << 20
 _SAMPLES, _SAMPLE_BYTES = 8, 64 << 10
 _SAMPLE_SLACK = 1.5
 """A code takes 0.85 to 1.3 of the share of changed words (measured): a sample above 1.5 of the bound cannot pay."""
+Bytes = Callable[[int, int], memoryview]
+"""Of an arena, from one place to another."""
 
 _log = structlog.get_logger()
 
@@ -43,10 +45,11 @@ class DeltaMaker:
     def held_bytes(self) -> int:
         return sum(arena.nbytes for arena in self._arenas)
 
-    def make(self, buffer: int, old: memoryview, new: memoryview, give_up: Callable[[], bool]) -> DeltaPart | None:
+    def make(self, buffer: int, old: Bytes, new: Bytes, give_up: Callable[[], bool]) -> DeltaPart | None:
         """What turns the arena's bytes `old` into `new`; None where no delta is offered.
 
-        `give_up` is asked between two pieces. The code lies in this buffer's delta arena until the next call for it.
+        `give_up` is asked between two pieces. The code lies in this buffer's delta arena, in the host's memory, until the
+        next call for it.
         """
         if not self._total:
             return DeltaPart(total_bytes=0, sources=[], buckets=[])
@@ -60,7 +63,7 @@ class DeltaMaker:
             if give_up():
                 return None
             length = min(TARGET_BYTES, self._total - offset)
-            code = encode(old[offset : offset + length], new[offset : offset + length], self._word_bytes)
+            code = encode(old(offset, offset + length), new(offset, offset + length), self._word_bytes)
             if not code:
                 continue
             if position + len(code) > self._most:
@@ -82,12 +85,12 @@ class DeltaMaker:
             buckets=buckets,
         )
 
-    def _sample_pays(self, old: memoryview, new: memoryview) -> bool:
+    def _sample_pays(self, old: Bytes, new: Bytes) -> bool:
         """Whether so little changed in a sample that encoding it all may end under the bound."""
         step = max(_SAMPLE_BYTES, self._total // _SAMPLES // 64 * 64)
         ends = [(offset, min(offset + _SAMPLE_BYTES, self._total)) for offset in range(0, self._total, step)]
         changed = sum(
-            changed_share(old[start:end], new[start:end], self._word_bytes) * (end - start) for start, end in ends
+            changed_share(old(start, end), new(start, end), self._word_bytes) * (end - start) for start, end in ends
         )
         return changed * self._total <= _SAMPLE_SLACK * self._most * sum(end - start for start, end in ends)
 

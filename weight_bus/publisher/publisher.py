@@ -118,7 +118,6 @@ class Publisher:
         """The version copied last, and its buffer; used by the training thread."""
         self._newest_buffer = 1
         self.latest: Manifest | None = None
-        """The manifest that was made last."""
         """The manifest made last, and its buffer; used by the background thread."""
         self._latest_buffer = 1
         self._background = ThreadPoolExecutor(1, "weight-publisher")
@@ -130,7 +129,7 @@ class Publisher:
     @property
     def held_bytes(self) -> int:
         """This rank's memory for publishing: both arenas, those of deltas, and what buckets are put together in."""
-        arenas = sum(len(buffer.view) for buffer in self._arenas)
+        arenas = sum(buffer.nbytes for buffer in self._arenas)
         deltas = 0 if self._deltas is None else self._deltas.held_bytes
         return arenas + deltas + (0 if self._shared is None else self._shared.held_bytes)
 
@@ -233,12 +232,12 @@ class Publisher:
         """The version's manifest without signature; where it is not `final`, without a delta and maybe without sources."""
         if self._ranks is not None and self._shared is not None:
             return self._with_ranks(self._ranks, self._shared, version, buffer, final=final)
-        view, arena = self._arenas[buffer].view, self._arenas[buffer].arena
+        held, arena = self._arenas[buffer], self._arenas[buffer].arena
         buckets = [
-            Bucket(offset=offset, length=length, hash=_hash(view[offset : offset + length]))
+            Bucket(offset=offset, length=length, hash=_hash(held.bucket(offset, length)))
             for offset, length in self._ranges
         ]
-        draft = self._drawn_up(version, [Owner(total_bytes=len(view), sources=[])], buckets)
+        draft = self._drawn_up(version, [Owner(total_bytes=held.nbytes, sources=[])], buckets)
         if not final:
             return draft
         if arena is not None:
@@ -269,7 +268,7 @@ class Publisher:
             if part.version != version:
                 raise ConflictError(f"rank {number} publishes version {part.version}, rank {ranks.rank} {version}")
         base = self.latest
-        hashed = HashedPart(buckets=shared.of(self._arenas[buffer].view, _hash))
+        hashed = HashedPart(buckets=shared.of(self._arenas[buffer].host, _hash))
         if final and base is not None:
             hashed = msgspec.structs.replace(
                 hashed, base_version=base.version, base_digest=base.root_digest, delta=self._delta(buffer)
@@ -305,7 +304,7 @@ class Publisher:
         if not self._leases.lease_base(other, base.version):
             return None
         try:
-            old, new = self._arenas[other].view, self._arenas[buffer].view
+            old, new = self._arenas[other].host, self._arenas[buffer].host
             return self._deltas.make(buffer, old, new, lambda: self._leases.wanted(other))
         finally:
             self._leases.let_go("the base of a delta", base.version, other)

@@ -10,11 +10,14 @@ The receiver verifies what it reads: a transport guarantees nothing about the by
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from weight_bus.errors import TransportError
 from weight_bus.manifest.manifest import Manifest, Source
 from weight_bus.memory.arena import Arena
+
+if TYPE_CHECKING:
+    from weight_bus.memory.device import DeviceArena, DeviceMemory
 
 
 class Exporter(Protocol):
@@ -37,6 +40,17 @@ class Exporter(Protocol):
 
     def close(self) -> None:
         """Withdraw and free every arena."""
+        ...
+
+
+@runtime_checkable
+class DeviceExporter(Protocol):
+    """What an exporter offers besides that registers memory of a GPU."""
+
+    device: DeviceMemory | None
+
+    def allocate_on_device(self, nbytes: int) -> DeviceArena:
+        """As `Exporter.allocate`, in the memory of `device`, which is not None."""
         ...
 
 

@@ -18,6 +18,7 @@ from services.config.settings import WeightSettings
 from services.wire.errors import UsageError
 
 NIXL_BACKEND = "ROLLMESH_NIXL_BACKEND"
+NIXL_MEMORY = "ROLLMESH_NIXL_MEMORY"
 GLOO_INTERFACE = "ROLLMESH_GLOO_INTERFACE"
 """Apart from GLOO_SOCKET_IFNAME, which vLLM's own groups within a machine read."""
 BROADCAST_PORTS = "ROLLMESH_BROADCAST_PORTS"
@@ -31,6 +32,7 @@ def wire_environment(weights: WeightSettings) -> dict[str, str]:
     nixl, nccl = weights.nixl, weights.nccl
     wanted = {
         NIXL_BACKEND: "" if nixl.backend == "UCX" else nixl.backend,
+        NIXL_MEMORY: "" if nixl.memory == "auto" else nixl.memory,
         "UCX_NET_DEVICES": ",".join(nixl.devices),
         "UCX_TLS": ",".join(nixl.transports),
         "UCX_TCP_PORT_RANGE": nixl.ports or "",

@@ -2,33 +2,44 @@
 
 The manifest carries address, length and device as plain numbers, bounds-checked here before use. NIXL's own serialised
 descriptors are pickles and are never read.
+
+    publisher's arena   host    ── READ ──► receiver's memory, host
+                        device  ── READ ──► 64 MiB of the receiver's device ── copy ──► its memory, host
+
+Without a GPU a receiver reads another's memory into the host's directly.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import uuid
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weight_bus.errors import TransportError
 from weight_bus.manifest.manifest import Manifest, NixlSource, Source
-from weight_bus.memory.arena import Arena, address_of, private_arena
+from weight_bus.memory.arena import Arena, private_arena
 from weight_bus.transports.base import check_range
-from weight_bus.transports.environment import NIXL_BACKEND
-from weight_bus.transports.nixl_wheel import nixl_module
+from weight_bus.transports.nixl_agent import (
+    NOWHERE,
+    MakeAgent,
+    Place,
+    cut,
+    device_place,
+    host_place,
+    make_agent,
+    register,
+    usable,
+)
 
-# Measured on one host: five times as fast as the default list; without tcp it cannot connect.
-UCX_TRANSPORTS = "tcp,cma,posix,sysv,self"
-# A tenth faster within a host than UCX's default of 512 KiB.
-UCX_SEGMENT = "16m"
-_PIN_NOTHING = frozenset(UCX_TRANSPORTS.split(","))
-_MEMORY = "DRAM"
+if TYPE_CHECKING:
+    import torch
+
+    from weight_bus.memory.device import DeviceArena, DeviceMemory
+
 _POLL_S = 50e-6
 _KNOWN_AGENTS = 256
 """One for each publishing rank, read in turns; those of publishers that are gone go first."""
@@ -37,10 +48,11 @@ _UNREACHED = (
     "is the publisher gone, or at an address that this machine cannot reach, such as its own loopback? "
     "weights.nixl.devices names the network devices that both use, weights.nixl.transports how"
 )
-_NOTHING = memoryview(b"")
 _SERVE_EVERY_S = 0.004
 # Enough to keep a network busy while a piece is hashed. Within a host UCX copies as it posts: one would do as well.
 _IN_FLIGHT = 4
+_SLOT_BYTES = 16 << 20
+"""Of the device, for one read in flight: a bucket of the default size."""
 # Reads that were not done as they were posted, after which an agent is taken to be on another host.
 _SLOW_READS = 3
 
@@ -54,8 +66,10 @@ class NixlExporter:
 
     name = "nixl"
 
-    def __init__(self) -> None:
-        self._agent = make_agent("publisher")
+    def __init__(self, device: DeviceMemory | None = None, make: MakeAgent = make_agent) -> None:
+        """`device`: whose memory `allocate_on_device` takes; None afterwards where NIXL does not take it."""
+        self._agent = make("publisher", on_device=device is not None)
+        self.device = usable(self._agent, device)
         self._lock = threading.Lock()
         self._arenas: list[tuple[Arena, Any]] = []
         self._closed = threading.Event()
@@ -65,14 +79,30 @@ class NixlExporter:
     def allocate(self, nbytes: int) -> Arena:
         arena = private_arena(nbytes)
         with self._lock:
-            self._arenas.append((arena, _register(self._agent, arena.address, nbytes)))
+            self._arenas.append((arena, register(self._agent, arena.address, nbytes)))
+        return arena
+
+    def allocate_on_device(self, nbytes: int) -> DeviceArena:
+        from weight_bus.memory.device import DeviceArena
+
+        assert self.device is not None
+        with self._lock, self.device.current():
+            arena = DeviceArena(self.device, nbytes)
+            known = register(self._agent, arena.address, nbytes, self.device.number, self.device.kind)
+            self._arenas.append((arena, known))
         return arena
 
     def export(self, arena: Arena, draft: Manifest | None = None) -> Source:  # noqa: ARG002
         with self._lock:
             metadata = self._agent.get_agent_metadata()
+        on_device = self.device if arena.on_device else None
         return NixlSource(
-            agent=self._agent.name, metadata=metadata, address=arena.address, length=arena.nbytes, device=0
+            agent=self._agent.name,
+            metadata=metadata,
+            address=arena.address,
+            length=arena.nbytes,
+            device=0 if on_device is None else on_device.number,
+            memory="DRAM" if on_device is None else on_device.kind,
         )
 
     def close(self) -> None:
@@ -91,15 +121,24 @@ class NixlExporter:
 
 
 class NixlReader:
-    """READs ranges of NIXL sources. `deadline_s` bounds each transfer; an idle reader uses no CPU."""
+    """READs ranges of NIXL sources. `deadline_s` bounds each transfer; an idle reader uses no CPU.
+
+    `device`: where sources in memory of its kind are read to first.
+    """
 
     name = "nixl"
 
-    def __init__(self, deadline_s: float = 30.0) -> None:
-        self._agent = make_agent("receiver")
+    def __init__(
+        self, deadline_s: float = 30.0, device: DeviceMemory | None = None, make: MakeAgent = make_agent
+    ) -> None:
+        self._agent = make("receiver", on_device=device is not None)
+        self._device = usable(self._agent, device)
+        self._slots: torch.Tensor | None = None
+        """Of the device, uint8 `[_IN_FLIGHT, _SLOT_BYTES]`; taken with the first read."""
         self._deadline_s = deadline_s
         self._agents: dict[str, bytes] = {}
-        self._buffers: dict[int, tuple[memoryview, Any]] = {}
+        self._buffers: dict[int, tuple[int, Any, Any]] = {}
+        """By address: bytes, what keeps them, and NIXL's own word for them."""
         self._slow_reads: Counter[str] = Counter()
         """By agent: how often `read_at_once` would have had to wait."""
 
@@ -113,12 +152,15 @@ class NixlReader:
     def read_at_once(self, source: Source, offset: int, out: memoryview) -> bool:
         """`QuickReader`: within a host, where agent and buffer are known. UCX copies there as it posts a read."""
         source = _checked(source)
-        if self._agents.get(source.agent) != source.metadata or not self._is_registered(out):
+        if self._agents.get(source.agent) != source.metadata or source.memory != "DRAM":
+            return False
+        place = host_place(out)
+        if place.nbytes and not self._is_registered(place):
             return False
         if self._slow_reads[source.agent] >= _SLOW_READS:
             return False
         try:
-            inflight = self._post(source, 0, offset, out)
+            inflight = self._post(source, 0, offset, place)
         except TransportError:
             self._forget(source.agent)
             raise
@@ -133,6 +175,40 @@ class NixlReader:
 
     def read_many(self, source: Source, pieces: Iterable[tuple[int, memoryview]]) -> Iterator[int]:
         source = _checked(source)
+        if self._device is not None and source.memory == self._device.kind:
+            return self._through_device(self._device, source, pieces)
+        return self._read_many(source, ((offset, host_place(out)) for offset, out in pieces))
+
+    def read_to_device(self, source: Source, pieces: Iterable[tuple[int, torch.Tensor]]) -> Iterator[int]:
+        """`read_many` into uint8 `[n]` of the device: parts of one long-lived tensor, whose storage is registered."""
+        assert self._device is not None
+        number, kind = self._device.number, self._device.kind
+        places = ((offset, device_place(out, number, kind)) for offset, out in pieces)
+        return self._read_many(_checked(source), places)
+
+    def _through_device(
+        self, device: DeviceMemory, source: NixlSource, pieces: Iterable[tuple[int, memoryview]]
+    ) -> Iterator[int]:
+        if self._slots is None:
+            self._slots = device.allocate(_IN_FLIGHT * _SLOT_BYTES).view(_IN_FLIGHT, _SLOT_BYTES)
+        slots = self._slots
+        under_way: deque[tuple[int, memoryview, torch.Tensor, bool]] = deque()
+
+        def into_slots() -> Iterator[tuple[int, torch.Tensor]]:
+            # Reads end in their order: when one is posted, the slot of the fourth before it has been copied.
+            for number, (index, offset, part, last) in enumerate(cut(pieces, _SLOT_BYTES)):
+                slot = slots[number % _IN_FLIGHT, : len(part)]
+                under_way.append((index, part, slot, last))
+                yield offset, slot
+
+        for _ in self.read_to_device(source, into_slots()):
+            index, part, slot, last = under_way.popleft()
+            if len(part):
+                device.to_host(slot, part)
+            if last:
+                yield index
+
+    def _read_many(self, source: NixlSource, pieces: Iterable[tuple[int, Place]]) -> Iterator[int]:
         while len(self._buffers) > _KNOWN_BUFFERS:
             self._forget_buffer(next(iter(self._buffers)))
         waiting = enumerate(pieces)
@@ -141,10 +217,10 @@ class NixlReader:
         try:
             while more or inflight_reads:
                 while more and len(inflight_reads) < _IN_FLIGHT:
-                    index, (offset, out) = next(waiting, (-1, (0, _NOTHING)))
+                    index, (offset, place) = next(waiting, (-1, (0, NOWHERE)))
                     more = index >= 0
                     if more:
-                        inflight_reads.append(self._post(source, index, offset, out))
+                        inflight_reads.append(self._post(source, index, offset, place))
                 if inflight_reads:
                     self._wait(source, inflight_reads[0])
                     yield inflight_reads.popleft().index
@@ -160,6 +236,7 @@ class NixlReader:
             self._forget(agent)
         for address in list(self._buffers):
             self._forget_buffer(address)
+        self._slots = None
 
     def _add_agent(self, source: NixlSource) -> None:
         if self._agents.get(source.agent) == source.metadata:
@@ -181,46 +258,44 @@ class NixlReader:
         if self._agents.pop(agent, None) is not None:
             self._agent.remove_remote_agent(agent)
 
-    def _is_registered(self, out: memoryview) -> bool:
-        with memoryview(out.obj) as whole:
-            known = self._buffers.get(address_of(whole))
-            return known is not None and known[0].nbytes == whole.nbytes
-
-    def _register_buffer(self, out: memoryview) -> None:
-        whole = memoryview(out.obj)
-        address = address_of(whole)
+    def _is_registered(self, place: Place) -> bool:
+        address, nbytes, _ = place.within
         known = self._buffers.get(address)
-        if known is not None and known[0].nbytes == whole.nbytes:
-            whole.release()
+        return known is not None and known[0] == nbytes
+
+    def _register_buffer(self, place: Place) -> None:
+        if self._is_registered(place):
             return
-        if known is not None:
+        address, nbytes, kept = place.within
+        if address in self._buffers:
             self._forget_buffer(address)
-        # The view is kept: memory that NIXL knows must not be freed and given to something else.
-        self._buffers[address] = (whole, _register(self._agent, address, whole.nbytes))
+        # What it is part of is kept: memory that NIXL knows must not be freed and given to something else.
+        self._buffers[address] = (nbytes, kept, register(self._agent, address, nbytes, place.device, place.kind))
 
     def _forget_buffer(self, address: int) -> None:
-        view, registration = self._buffers.pop(address)
+        _, _, registration = self._buffers.pop(address)
         self._agent.deregister_memory(registration)
-        view.release()
 
-    def _post(self, source: NixlSource, index: int, offset: int, out: memoryview) -> _InflightRead:
-        check_range(source.length, offset, len(out))
-        inflight = _InflightRead(index, len(out), time.monotonic() + self._deadline_s)
-        if not len(out):
+    def _post(self, source: NixlSource, index: int, offset: int, place: Place) -> _InflightRead:
+        check_range(source.length, offset, place.nbytes)
+        inflight = _InflightRead(index, place.nbytes, time.monotonic() + self._deadline_s)
+        if not place.nbytes:
             return inflight
-        self._add_agent(source)
-        self._register_buffer(out)
-        try:
-            inflight.handle = self._agent.initialize_xfer(
-                "READ",
-                self._agent.get_xfer_descs([(address_of(out), len(out), 0)], _MEMORY),
-                self._agent.get_xfer_descs([(source.address + offset, len(out), source.device)], _MEMORY),
-                source.agent,
-            )
-            inflight.state = str(self._agent.transfer(inflight.handle))
-        except Exception as error:
-            inflight.release()
-            raise self._lost(source, inflight, f"failed ({error})") from error
+        with nullcontext() if self._device is None else self._device.current():
+            self._add_agent(source)
+            self._register_buffer(place)
+            try:
+                remote = (source.address + offset, place.nbytes, source.device)
+                inflight.handle = self._agent.initialize_xfer(
+                    "READ",
+                    self._agent.get_xfer_descs([place.described], place.kind),
+                    self._agent.get_xfer_descs([remote], source.memory),
+                    source.agent,
+                )
+                inflight.state = str(self._agent.transfer(inflight.handle))
+            except Exception as error:
+                inflight.release()
+                raise self._lost(source, inflight, f"failed ({error})") from error
         return inflight
 
     def _wait(self, source: NixlSource, inflight: _InflightRead) -> None:
@@ -272,41 +347,3 @@ def _checked(source: Source) -> NixlSource:
 def _release(inflight_reads: deque[_InflightRead]) -> None:
     while inflight_reads:
         inflight_reads.popleft().release()
-
-
-def ucx_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that UCX reads when it is loaded, where the user has set no others."""
-    transports = environment.get("UCX_TLS", UCX_TRANSPORTS).split(",")
-    wanted = {"UCX_TLS": UCX_TRANSPORTS}
-    if not _PIN_NOTHING.issuperset(transports) or "cma" in transports:
-        # UCX warns of variables that nothing reads.
-        wanted["UCX_CMA_SEG_SIZE"] = UCX_SEGMENT
-    if _PIN_NOTHING.issuperset(transports):
-        # UCX rewrites the C library's memory calls, with 0.4 s of busy waiting, to notice when memory is unmapped that a
-        # network card has pinned. These transports pin none.
-        wanted["UCX_MEM_MMAP_HOOK_MODE"] = "none"
-    return {name: value for name, value in wanted.items() if name not in environment}
-
-
-def make_agent(role: str) -> Any:
-    """A NIXL agent on UCX whose name no other process has. Raises TransportError when UCX cannot start."""
-    os.environ.update(ucx_settings(os.environ))
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-    api = import_module(f"{nixl_module()}._api")
-    name = f"rollmesh-{role}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    try:
-        backend = os.environ.get(NIXL_BACKEND, "UCX")
-        agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[backend]))
-    except Exception as error:
-        raise TransportError(
-            f"NIXL could not start ({error})",
-            f"see weights.nixl: try weights.nixl.transports={UCX_TRANSPORTS.split(',')}, or weights.transport=shm",
-        ) from error
-    return agent
-
-
-def _register(agent: Any, address: int, nbytes: int) -> Any:
-    try:
-        return agent.register_memory([(address, nbytes, 0, "")], _MEMORY)
-    except Exception as error:
-        raise TransportError(f"NIXL could not register {nbytes} bytes ({error})") from error

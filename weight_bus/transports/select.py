@@ -7,6 +7,7 @@ nccl   broadcast, gloo without a GPU     file   safetensors snapshots
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from services.security.permissions import is_loopback, is_unspecified
 from services.wire.errors import UsageError
@@ -14,6 +15,9 @@ from weight_bus.transports.base import Exporter, Reader
 from weight_bus.transports.file import FileExporter, FileReader
 from weight_bus.transports.nixl_wheel import cuda_of_torch, nixl_module, package_for
 from weight_bus.transports.shm import ShmExporter, ShmReader
+
+if TYPE_CHECKING:
+    from weight_bus.memory.device import DeviceMemory
 
 _KNOWN = ("nixl", "shm", "nccl", "file")
 
@@ -46,12 +50,14 @@ def make_exporter(
     file_keep: int = 2,
     key: str | None = None,
     model_folder: Path | None = None,
+    device: DeviceMemory | None = None,
 ) -> Exporter:
     """The publisher's side of the transport `name`. Raises UsageError as `resolve` does, for file without a folder, and for
     broadcasts at an address that others reach without a key to sign what they carry.
 
     `host`: the address that broadcasts are offered at. `file_root`, `file_keep`, `key`, `model_folder`: for snapshots,
-    see `FileExporter`.
+    see `FileExporter`. `device`: whose memory nixl's arenas lie in
+    (`weight_bus.transports.device_choice`); None: the host's.
     """
     match resolve(name):
         case "shm":
@@ -66,20 +72,23 @@ def make_exporter(
         case _:
             from weight_bus.transports.nixl import NixlExporter
 
-            return NixlExporter()
+            return NixlExporter(device)
 
 
-def make_readers(name: str, deadline_s: float = 30.0, *, file_root: Path | None = None) -> list[Reader]:
+def make_readers(
+    name: str, deadline_s: float = 30.0, *, file_root: Path | None = None, device: DeviceMemory | None = None
+) -> list[Reader]:
     """Readers in order of preference: the named one first, then what else could reach a source.
 
-    `file_root`: the folder that weight files may be read from; without it none is.
+    `file_root`: the folder that weight files may be read from; without it none is. `device`: whose memory nixl reads that
+    of other devices into; None: it reads into the host's.
     """
     found = resolve(name)
     readers: list[Reader] = []
     if found == "nixl":
         from weight_bus.transports.nixl import NixlReader
 
-        readers.append(NixlReader(deadline_s))
+        readers.append(NixlReader(deadline_s, device))
     elif found == "nccl":
         from weight_bus.transports.nccl.reader import CollectiveReader
 

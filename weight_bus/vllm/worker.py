@@ -27,6 +27,7 @@ from weight_bus.manifest.manifest import decode_manifest
 from weight_bus.memory.throttle import background_threads
 from weight_bus.receiver.rank_sharing import SHARING_LEAST_S, RankSharing
 from weight_bus.receiver.receiver import Receiver
+from weight_bus.transports.device_choice import reading_memory
 from weight_bus.transports.select import make_readers
 from weight_bus.vllm.adapters import VllmAdapters, open_slot, slot_bytes
 from weight_bus.vllm.packing import PackedLayers
@@ -75,12 +76,13 @@ class Attachment:
         self.threads = background_threads("rollmesh-weights")
         base = None if adapter is None else Base(adapter)
         root = None if file_root is None else Path(file_root)
+        device = next(model.parameters()).device
         # A NIXL agent takes one to two seconds to start: meanwhile the engine already decodes.
         self.receiver = self.threads.submit(
             lambda: Receiver(
                 self.weights,
                 run_id,
-                make_readers(transport, file_root=root),
+                make_readers(transport, file_root=root, device=reading_memory(transport, device)),
                 key=key,
                 prepare=prepare,
                 slices=self.weights.slices,

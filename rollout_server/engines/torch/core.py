@@ -38,6 +38,7 @@ from weight_bus.manifest.manifest import decode_manifest
 from weight_bus.memory.throttle import background_threads
 from weight_bus.receiver.receiver import Receiver
 from weight_bus.transports.base import Reader
+from weight_bus.transports.device_choice import reading_memory
 from weight_bus.transports.select import make_readers
 
 _log = structlog.get_logger()
@@ -187,12 +188,14 @@ class EngineCore:
 
     def _make_readers(self) -> list[Reader]:
         root = self._settings.file_root
-        return make_readers(self._settings.transport, file_root=None if root is None else Path(root))
+        transport = self._settings.transport
+        device = reading_memory(transport, _device())
+        return make_readers(transport, file_root=None if root is None else Path(root), device=device)
 
     def _load(self) -> tuple[Scheduler, Receiver, Loaded]:
         settings = self._settings
         torch.set_num_threads(settings.threads)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = _device()
         decoder = load_decoder(
             self._folder,
             self._dtype,
@@ -227,6 +230,10 @@ class EngineCore:
         plan = AdapterPlan(*settings.adapter, self._folder)
         merged, self._base = MergedAdapters(weights, plan), Base(plan)
         return Receiver(merged, *given, prepare=merged.merge, base=self._base)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load_decoder(

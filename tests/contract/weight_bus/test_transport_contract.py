@@ -26,6 +26,7 @@ NAMES = [
     "nccl",
     "file",
     pytest.param("nixl", marks=pytest.mark.skipif(not nixl_installed(), reason="NIXL is not installed")),
+    pytest.param("nixl-device", marks=pytest.mark.skipif(not nixl_installed(), reason="NIXL is not installed")),
 ]
 
 
@@ -96,6 +97,7 @@ def test_a_source_that_lies_about_itself_is_an_error(peer: Peer, reader: Reader)
             msgspec.structs.replace(source, address=-1),
             msgspec.structs.replace(source, agent="somebody-else"),
             msgspec.structs.replace(source, metadata=b"nonsense"),
+            msgspec.structs.replace(source, memory="VRAM"),
         ]
     for lie in lies:
         with pytest.raises(TransportError):
@@ -144,7 +146,7 @@ def test_a_publisher_that_was_killed_is_an_error_and_the_next_one_is_read(
     reader.read(peer.sources[0], 0, buffer.view)
     peer.kill()
     remove_shm_files(run_id)
-    if name in ("nixl", "nccl"):
+    if name in ("nixl", "nixl-device", "nccl"):
         with pytest.raises(TransportError, match="is the publisher gone"):
             reader.read(peer.sources[0], 0, buffer.view)
     elif name == "file":

@@ -7,12 +7,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
+import torch
 
+from tests.support.host_as_device import HostAsDevice
 from weight_bus.errors import TransportError
 from weight_bus.manifest.layout import hash_bytes, plan_layout, root_digest
 from weight_bus.manifest.manifest import Bucket, Manifest, Owner, Source
-from weight_bus.memory.arena import private_arena
-from weight_bus.transports.base import Exporter, Reader
+from weight_bus.memory.arena import Arena, private_arena
+from weight_bus.memory.device import DeviceArena
+from weight_bus.transports.base import DeviceExporter, Exporter, Reader
 from weight_bus.transports.file import FileExporter, FileReader
 from weight_bus.transports.select import make_exporter, make_readers
 
@@ -37,6 +40,11 @@ def pattern(seed: int) -> bytes:
 
 
 def exporter_of(name: str, run_id: str, folder: str) -> Exporter:
+    """`nixl-device`: its arenas lie in what it takes for a device's memory."""
+    if name == "nixl-device":
+        from weight_bus.transports.nixl import NixlExporter
+
+        return NixlExporter(HostAsDevice())
     if name == "nccl":
         from weight_bus.transports.nccl.exporter import CollectiveExporter
 
@@ -45,6 +53,10 @@ def exporter_of(name: str, run_id: str, folder: str) -> Exporter:
 
 
 def reader_of(name: str, folder: Path, deadline_s: float) -> Reader:
+    if name == "nixl-device":
+        from weight_bus.transports.nixl import NixlReader
+
+        return NixlReader(deadline_s, HostAsDevice())
     return FileReader(folder) if name == "file" else make_readers(name, deadline_s)[0]
 
 
@@ -62,13 +74,22 @@ def draft_of(run_id: str, version: int, content: bytes) -> Manifest:
     )
 
 
+def _allocate(exporter: Exporter) -> Arena:
+    if isinstance(exporter, DeviceExporter) and exporter.device is not None:
+        return exporter.allocate_on_device(NBYTES)
+    return exporter.allocate(NBYTES)
+
+
 def _serve(name: str, run_id: str, folder: str, pipe: Connection) -> None:
     """Exports two arenas, says where, and waits for the end."""
     exporter = exporter_of(name, run_id, folder)
-    arenas = [exporter.allocate(NBYTES) for _ in range(2)]
+    arenas = [_allocate(exporter) for _ in range(2)]
     sources = []
     for seed, arena in enumerate(arenas):
-        arena.view[:] = pattern(seed)
+        if isinstance(arena, DeviceArena):
+            arena.flat.copy_(torch.frombuffer(bytearray(pattern(seed)), dtype=torch.uint8))
+        else:
+            arena.view[:] = pattern(seed)
         sources.append(exporter.export(arena, draft_of(run_id, seed + 1, pattern(seed))))
     pipe.send_bytes(msgspec.msgpack.encode(sources))
     pipe.recv_bytes()

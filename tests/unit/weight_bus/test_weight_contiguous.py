@@ -107,6 +107,6 @@ def filled(weights: Mapping[str, PublishedTensor]) -> bytes:
     try:
         buffer = ArenaBuffer(exporter, plan_owner(weights, "float32", None), torch.float32)
         buffer.fill(weights)
-        return bytes(buffer.view)
+        return bytes(buffer.host(0, buffer.nbytes))
     finally:
         exporter.close()
