@@ -1,6 +1,7 @@
 """The trainer's step on a GPU: how much of the card's arithmetic it uses, against float32; a long row of a large model.
 
-    full       all weights of a 1.7B model, 8,192 packed tokens          bfloat16, and float32 as before there was any other
+    full       all weights of a 1.7B model, 8,192 packed tokens          bfloat16, also with `trainer.compile`, and
+                                                                         float32 as before there was any other
     adapters   an 8B model with adapters of rank 16, 8,192 tokens; then one row of 32,768, every layer checkpointed
 
 Floating-point operations are those of `services.policies.training.flops`.
@@ -23,10 +24,11 @@ from services.config.training.lora import LoraSettings
 from services.policies.training.flops import StepCost, peak_flops
 from trainer.data.packing import pack
 from trainer.data.rows import rows_of
+from trainer.model import packed_attention
 from trainer.model.adapters import Adapters
 from trainer.model.learner import Learner
 
-FIGURES = ("mfu_full", "mfu_adapters", "vs_float32", "long_row_gb")
+FIGURES = ("mfu_full", "mfu_compiled", "mfu_adapters", "vs_float32", "long_row_gb")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def measure_device(rounds: int, say: Callable[[str], None]) -> Measured:
     times: dict[str, float] = {}
     for name, shape, settings in (
         ("bfloat16", OF_1_7B, half),
+        ("compiled", OF_1_7B, half.model_copy(update={"compile": True})),
         ("float32", OF_1_7B, half.model_copy(update={"dtype": "float32"})),
         (
             "adapters",
@@ -95,7 +98,7 @@ def measure_device(rounds: int, say: Callable[[str], None]) -> Measured:
         steps = _steps(shape, settings, device, rounds, rows=4, row=2048)
         times[name] = statistics.median(steps)
         say(f"{name}: {times[name]:.2f} s a step of 8,192 tokens on {card}")
-        figure = {"bfloat16": "mfu_full", "adapters": "mfu_adapters"}.get(name)
+        figure = {"bfloat16": "mfu_full", "compiled": "mfu_compiled", "adapters": "mfu_adapters"}.get(name)
         if figure is not None and peak is not None:
             work = shape.flops(8192, 2048, frozen=name == "adapters")
             found[figure] = [work / seconds / peak for seconds in steps]
@@ -130,5 +133,9 @@ def _steps(
         if number >= 2:
             found.append(time.perf_counter() - began)
     del model, adapters, learner
+    if settings.compile:
+        # What follows is not compiled, nor is its attention left out of graphs.
+        torch.compiler.reset()
+        packed_attention.register()
     torch.cuda.empty_cache()
     return found

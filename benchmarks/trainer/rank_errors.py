@@ -150,7 +150,8 @@ def _steps_of(ranks: Ranks, model: str, option: str, steps: int) -> Steps | None
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
-    from benchmarks.trainer.planned import Case, config_of, sized
+    from benchmarks.trainer.plan_cases import Case, sized
+    from benchmarks.trainer.planned import config_of
 
     others = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if model == _EXPERTS else {}
     kind = "qwen3_moe" if others else "qwen3"

@@ -27,7 +27,7 @@ from services.host.run_folder import is_complete
 from services.policies.training.layout import Layout
 
 HIDDEN_SIZE, LAYERS, STEPS = 256, 4, 5
-SMOLLM2, SMOLLM2_STEPS = "smollm2-135m", 2
+SMOLLM2, SMOLLM2_STEPS = "smollm2-135m", 3
 _WITHIN_S = 600.0
 
 

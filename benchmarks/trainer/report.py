@@ -26,6 +26,7 @@ FIGURES = (
     "head_time",
     "ckpt_peak",
     "mfu_full",
+    "mfu_compiled",
     "mfu_adapters",
     "vs_float32",
     "long_row_gb",
@@ -66,8 +67,8 @@ class TrainerBench(msgspec.Struct, frozen=True, kw_only=True):
     and answers of 256 and 64 tokens, 64 and 256. `head_peak`: bytes of the language head, forward and backward, ÷ those of
     all its logits; `head_time`: its CPU seconds ÷ those of the plain one. `ckpt_peak`: bytes of activations, all layers
     checkpointed ÷ none. On a GPU (`benchmarks.trainer.device`) `mfu_full`, `mfu_adapters`: floating-point operations a
-    second ÷ the card's, in bfloat16; `vs_float32`: tokens a second ÷ those in float32; `long_row_gb`: the most memory of
-    a step on one row of 32,768 tokens.
+    second ÷ the card's, in bfloat16; `mfu_compiled`: as `mfu_full`, layers compiled; `vs_float32`: tokens a second ÷ those
+    in float32; `long_row_gb`: the most memory of a step on one row of 32,768 tokens.
     `idle_fraction`: share of the time that the training thread waits for a batch, at K = 2. `async_vs_sync`: trained tokens
     a second, K = 2 ÷ K = 0. `eval_cost`: share of trained tokens a second that evaluations of 256 problems every 20
     versions take away. `ckpt_block`: seconds that a checkpoint holds up training ÷ those of one memcpy of the state. With a
@@ -94,6 +95,7 @@ class TrainerBench(msgspec.Struct, frozen=True, kw_only=True):
     head_time: float | None
     ckpt_peak: float | None
     mfu_full: float | None
+    mfu_compiled: float | None
     mfu_adapters: float | None
     vs_float32: float | None
     long_row_gb: float | None

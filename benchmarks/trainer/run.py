@@ -40,6 +40,10 @@ def trainer(
     all_plans: Annotated[
         bool, typer.Option("--all-plans", help="All models under all options in place of each once: half an hour")
     ] = False,
+    plans_of: Annotated[
+        str | None,
+        typer.Option(help="Nothing but plans, of models and options with these words in their name, such as bfloat16"),
+    ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Torch threads of each arm")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, lengths and tokens")] = 1,
     trl_python: Annotated[Path, typer.Option(help="Python of the environment that holds TRL")] = TRL_PYTHON,
@@ -57,7 +61,8 @@ def trainer(
         from benchmarks.trainer.idleness import measure_rounds
         from benchmarks.trainer.killed_ranks import measure_killed_ranks
         from benchmarks.trainer.peaks import measure_peaks
-        from benchmarks.trainer.planned import EVERY, LARGE, measure_plans
+        from benchmarks.trainer.plan_cases import EVERY, LARGE, named
+        from benchmarks.trainer.planned import measure_plans
         from benchmarks.trainer.prefixes import measure_prefixes
         from benchmarks.trainer.rank_errors import measure_rank_errors
         from benchmarks.trainer.ranks import measure_ranks, measure_smollm2_ranks
@@ -71,6 +76,12 @@ def trainer(
         with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as scratch:
             return asyncio.run(measure_speed(plan, python, Path(scratch), say))
 
+    if plans_of is not None:
+        cases, large = named(plans_of)
+        parts = [asyncio.run(measure_plans(say, threads, cases, large))]
+        bench = put_together(parts, load, versions("rollmesh", "torch", "transformers"))
+        show(bench, as_json, as_table(bench))
+        return
     parts = [
         speed(SpeedPlan(rounds, threads, seed)),
         speed(SpeedPlan(rounds, threads, seed, HeavyTail(vocabulary=32_764), suffix="_32k")),

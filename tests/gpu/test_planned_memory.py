@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.trainer.planned import Case, config_of, predicted, settings_of, sized
+from benchmarks.trainer.plan_cases import Case, sized
+from benchmarks.trainer.planned import config_of, predicted, settings_of
 from trainer.memory.options import Machine
 from trainer.model.roles import make_roles
 from trainer.planning.step import full_batch, run_step

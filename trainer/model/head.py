@@ -72,7 +72,7 @@ def head_terms(
     if temperature is not None:
         temperature = temperature.to(wide)
     found: tuple[Tensor, Tensor, Tensor] = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, tokens, temperature, kept, entropy, top, rows, shard
+        hidden, weight, bias, tokens, temperature, kept, entropy, top, rows, shard, chunk
     )
     logprobs, of_entropy, ids = found
     return Terms(
@@ -100,6 +100,7 @@ class _ChunkedHead(torch.autograd.Function):
         top: int,
         rows: int,
         shard: VocabularyShard | None,
+        chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         count = len(hidden)
@@ -134,7 +135,7 @@ class _ChunkedHead(torch.autograd.Function):
             # Not beside the next chunk's.
             del logits, log_p
         ctx.save_for_backward(hidden, weight, bias, temperature, ids, normaliser, of_entropy, kept)
-        ctx.entropy, ctx.rows, ctx.shard, ctx.cuts = entropy, rows, shard, cuts
+        ctx.entropy, ctx.rows, ctx.shard, ctx.cuts, ctx.chunk = entropy, rows, shard, cuts, chunk
         ctx.mark_non_differentiable(ids)
         return logprobs, of_entropy, ids
 
@@ -173,20 +174,30 @@ class _ChunkedHead(torch.autograd.Function):
                 slopes.scatter_add_(1, places, to_logprobs[own] * inside)
             if scale is not None:
                 slopes.mul_(scale.reciprocal()[:, None])
+            if to_bias is not None:
+                to_bias += slopes.sum(0)
             steep = slopes.to(hidden.dtype)
+            # Not beside the products.
+            del log_p, slopes
             if to_hidden is not None:
                 torch.mm(steep, cast, out=to_hidden[own])
             if to_weight is not None:
-                if steep.dtype == to_weight.dtype:
-                    to_weight.addmm_(steep.t(), hidden[own])
-                else:
-                    to_weight += steep.t() @ hidden[own]
-            if to_bias is not None:
-                to_bias += slopes.sum(0)
-            del log_p, slopes, steep
+                _add_product(to_weight, steep, hidden[own], ctx.chunk)
+            del steep
         if shard is not None and to_hidden is not None:
             shard.summed(to_hidden)
-        return to_hidden, to_weight, to_bias, None, None, None, None, None, None, None
+        return to_hidden, to_weight, to_bias, *[None] * 8
+
+
+def _add_product(total: Tensor, slopes: Tensor, hidden: Tensor, most: int) -> None:
+    """`total` `[V, H]` += `slopes` `[M, V]`ᵀ · `hidden` `[M, H]`; of 16-bit floats `most` numbers at a time: their product
+    is beside the sum, and on a CPU a float32 copy of it too."""
+    if total.dtype == slopes.dtype:
+        total.addmm_(slopes.t(), hidden)
+        return
+    rows = max(1, most // total.shape[1])
+    for part, of_part in zip(torch.split(total, rows), torch.split(slopes, rows, dim=1), strict=True):
+        part += of_part.t() @ hidden
 
 
 def _of_shard(

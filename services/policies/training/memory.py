@@ -278,11 +278,15 @@ class _Step:
         options, width = self.options, self.shape.hidden
         rows = max(1, HEAD_CHUNK[options.gpu] // int(self._vocabulary))
         logits = min(rows, self.tokens) * self._vocabulary
-        bytes_each = 10.0 if options.half else 8.0
         size = self._vocabulary * width
-        gradient = 0.0 if options.lora_rank else 4.0 * size
-        casts = (2.0 if options.lora_rank else 4.0) * size if options.half else 0.0
-        return bytes_each * logits + gradient + casts + (4.0 if options.half else 8.0) * width * self.tokens
+        gradient, chunk = 0.0 if options.lora_rank else 4.0 * size, 8.0 * logits
+        if options.half:
+            chunk = 10.0 * logits
+            if not options.lora_rank:
+                # The gradient is computed in parts, beside slopes alone.
+                chunk = max(chunk, 2.0 * (logits + min(size, HEAD_CHUNK[options.gpu])))
+        casts = 2.0 * size if options.half else 0.0
+        return chunk + gradient + casts + (4.0 if options.half else 8.0) * width * self.tokens
 
     def _gathered(self, where: str) -> float:
         """Whole weights and gradients that ranks collect: those of no layer all along; layers', one of them ahead, or all

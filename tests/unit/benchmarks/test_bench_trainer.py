@@ -13,7 +13,8 @@ import torch
 from benchmarks.trainer.device import FIGURES as FIGURES_OF_A_GPU
 from benchmarks.trainer.device import OF_1_7B, OF_8B, Shape, measure_device
 from benchmarks.trainer.peaks import Sizes, measure_peaks
-from benchmarks.trainer.planned import Case, measure_plans, sized
+from benchmarks.trainer.plan_cases import Case, named, sized
+from benchmarks.trainer.planned import measure_plans
 from benchmarks.trainer.prefixes import measure_prefixes
 from benchmarks.trainer.rank_errors import measure_rank_errors
 from benchmarks.trainer.ranks import measure_ranks
@@ -21,6 +22,7 @@ from benchmarks.trainer.report import FIGURES, Measured, as_table, put_together
 from benchmarks.trainer.step_speed import PROMPT_TOKENS, HeavyTail, PaddedLoop, SpeedPlan, as_groups, measure_speed
 from services.config.settings import TrainerSettings
 from services.policies.training.layout import Layout
+from services.wire.errors import UsageError
 from trainer.data.packing import pack
 from trainer.data.rows import rows_of
 from trainer.model.learner import Learner
@@ -146,3 +148,11 @@ async def test_ranks_that_split_experts_are_held_against_one_process() -> None:
         f"2 data × 2 expert, experts, {option}" for option in ("plain", "full", "bfloat16")
     ]
     assert "trainer.optimizer.offload=true" in measured.seen["refused with several ranks"]
+
+
+def test_plans_are_chosen_by_name() -> None:
+    cases, large = named("bfloat16, 2 ranks")
+    assert len(cases) == 6 and not large and all("trainer.dtype=bfloat16" in case.overrides for case in cases)
+    assert [case.name for case, _ in named("70B")[1]] == ["Llama-3-70B on 32"]
+    with pytest.raises(UsageError, match="no plan has 'float8' in its name"):
+        named("float8")

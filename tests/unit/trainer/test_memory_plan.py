@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from typer.testing import CliRunner
 
-from benchmarks.trainer.planned import Case, by_formula, config_of, predicted, settings_of, sized
+from benchmarks.trainer.plan_cases import Case, sized
+from benchmarks.trainer.planned import by_formula, config_of, predicted, settings_of
 from services.policies.training.memory import estimate
 from services.policies.training.model_shape import shape_of
 from services.wire.errors import UsageError

@@ -10,6 +10,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, Granite
 from tests.support.trajectories import grouped, random_trajectories
 from trainer.data.packing import KeptTokens, pack
 from trainer.data.rows import rows_of
+from trainer.memory.tracker import Tracker
 from trainer.model.forward import PackedForward
 from trainer.model.head import head_terms
 from trainer.model.logprobs import sampled_terms
@@ -112,6 +113,15 @@ def test_a_pass_in_16_bits_sums_in_float32() -> None:
     weight.grad = None
     head_terms(hidden, weight, tokens, bias=bias).logprobs.sum().backward()
     torch.testing.assert_close(mine, weight.grad, rtol=0.02, atol=0.02)
+
+
+def test_a_pass_in_16_bits_has_no_gradient_of_the_weight_in_16_bits() -> None:
+    hidden, weight, _, tokens, _ = inputs(torch.float32)
+    terms = head_terms(hidden.bfloat16(), weight, tokens, chunk=2 * VOCABULARY)
+    with Tracker() as tracker:
+        terms.logprobs.sum().backward()
+    # The weight itself, which hidden states' gradients are made with: once, and not beside the weight's in each chunk.
+    assert [event.nbytes for event in tracker.events].count(2 * weight.numel()) == 1
 
 
 @pytest.mark.parametrize("kind", ["linear", "softcapped", "scaled"])
