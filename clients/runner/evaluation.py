@@ -31,7 +31,7 @@ from clients.runner.tasks import TaskInPlay
 from clients.runner.text_episodes import Played
 from services.policies.training.evaluation import interval
 from services.wire.errors import CapacityError, ConflictError, NotReadyError, RollmeshError
-from services.wire.rollout_api import EvaluationAnswers, OpenGroup, SamplingBody
+from services.wire.rollout_api import LONGEST_WHY, EvaluationAnswers, OpenGroup, SamplingBody
 from services.wire.run_metrics import EvaluationReport, TaskReport, WorkProgress
 
 _log = structlog.get_logger()
@@ -81,6 +81,10 @@ class Measured(BaseModel):
     """Episodes whose last answer ended at the limit of tokens; None where that is not known of all."""
     equal_rewards: int | None = None
     """Problems whose answers all got the same reward, of which a step learns nothing; None with one answer a problem."""
+    lost: int = 0
+    """Episodes that were lost, and count as not solved."""
+    lost_why: str = ""
+    """Of the first of them."""
 
     def in_words(self) -> dict[str, object]:
         """For the log."""
@@ -144,6 +148,8 @@ def _together(measured: Sequence[Measured]) -> Measured:
         samples=measured[0].samples,
         cut_off=_sum(each.cut_off for each in measured),
         equal_rewards=_sum(each.equal_rewards for each in measured),
+        lost=sum(each.lost for each in measured),
+        lost_why=next((each.lost_why for each in measured if each.lost), ""),
     )
 
 
@@ -208,6 +214,7 @@ async def evaluate(
             solved[first + place] += bool(episode.ended.success)
             rewards[first + place].add(episode.ended.reward)
     answers = problems * samples
+    lost = [episode.lost for episodes in played for episode in episodes if episode.lost]
     return Measured(
         task=name,
         success=sum(solved) / answers,
@@ -218,6 +225,8 @@ async def evaluate(
         samples=samples,
         cut_off=_sum(episode.cut_off for episodes in played for episode in episodes),
         equal_rewards=None if samples == 1 else sum(len(of_problem) == 1 for of_problem in rewards),
+        lost=len(lost),
+        lost_why=lost[0][:LONGEST_WHY] if lost else "",
     )
 
 
@@ -274,7 +283,7 @@ async def _play(
 
 def _unsolved(lost: Lost) -> Played:
     _log.warning("episode lost in an evaluation, counted as not solved", cause=lost.cause, why=lost.why)
-    return Played(lost.session_id, Ended(reward=0.0, success=False), 0)
+    return Played(lost.session_id, Ended(reward=0.0, success=False), 0, lost=lost.why)
 
 
 def as_told(measured: Measured, terms: Terms, version: int, began: float) -> EvaluationAnswers:

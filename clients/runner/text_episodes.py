@@ -22,13 +22,14 @@ NOTHING: Mapping[str, float] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Played:
-    """One episode. `tokens` are those the policy sampled, 0 where they were not asked for. `cut_off`: whether its
-    last answer ended at the limit; None where that is not known."""
+    """One episode. `tokens` are those the policy sampled, 0 where they were not asked for. `cut_off`: whether its last
+    answer ended at the limit; None where that is not known. `lost`: why it has no reward of its own, where it has none."""
 
     session_id: str
     ended: Ended
     tokens: int
     cut_off: bool | None = None
+    lost: str = ""
 
     def as_reward(self, noted: Mapping[str, float]) -> SessionReward:
         """`noted`: what is recorded beside the environment's own components."""

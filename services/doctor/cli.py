@@ -85,7 +85,7 @@ def doctor(
         folder = _folder(named, root)
         examining = _of_plan(Planned(None, [], keys)) if folder is None else _of_run(folder, keys)
         found = asyncio.run(examining)
-    _show(found, as_json=json)
+    _show(found, as_json=json, more=_UNTRIED if planned else "")
     if found:
         raise typer.Exit(1)
 
@@ -160,17 +160,21 @@ async def _of_mesh(url: str, run_id: str | None, keys: KeyPlaces) -> list[Findin
     return await examine_mesh(url, run, keys, trust)
 
 
-def _show(found: Sequence[Finding], *, as_json: bool) -> None:
+_UNTRIED = "; no policy was tried: `rollmesh eval` plays the task with one"
+
+
+def _show(found: Sequence[Finding], *, as_json: bool, more: str) -> None:
+    """`more`: behind the words for nothing at all."""
     import msgspec
     from rich.console import Console
 
     if as_json:
         sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
     else:
-        Console().print(_table(found))
+        Console().print(_table(found, more))
 
 
-def _table(found: Sequence[Finding]) -> RenderableType:
+def _table(found: Sequence[Finding], more: str) -> RenderableType:
     """A block of four lines for each: what, what was seen, what to do, where more is said. Errors first."""
     from rich.table import Table
     from rich.text import Text
@@ -178,7 +182,7 @@ def _table(found: Sequence[Finding]) -> RenderableType:
     from services.observability.terminal import BAD, GOOD, NOTE, as_text
 
     if not found:
-        return Text("nothing is wrong, as far as can be seen", style=GOOD)
+        return Text("nothing is wrong, as far as can be seen" + more, style=GOOD)
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

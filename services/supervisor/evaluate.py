@@ -36,6 +36,7 @@ from services.supervisor.plane import run_plane, until_stopped
 from services.supervisor.preflight import in_line, preflight
 from services.supervisor.processes import ManagedProcess, Reaper
 from services.supervisor.stopping import checkpoint_bytes
+from services.supervisor.summary import lost_in_words
 from services.wire.errors import DeadlineError, RollmeshError, UsageError
 from services.wire.rollout_api import Evaluation, EvaluationAnswers
 
@@ -52,7 +53,7 @@ class Asked:
 
 
 def evaluate_in_foreground(asked: Asked, *, as_json: bool) -> int:
-    """Measure and print; returns the exit code. Raises RollmeshError."""
+    """Measure and print; returns the exit code, 1 where every episode was lost. Raises RollmeshError."""
     say = Console(stderr=True, soft_wrap=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="rollmesh-eval-") as scratch:
         evaluation = asyncio.run(until_stopped(_measure(asked, Path(scratch), say)))
@@ -62,15 +63,18 @@ def evaluate_in_foreground(asked: Asked, *, as_json: bool) -> int:
         sys.stdout.write(evaluation.model_dump_json(indent=2, exclude={"due", "first_version", "last_version"}) + "\n")
     else:
         Console(soft_wrap=True, highlight=False).print(*_lines(evaluation), sep="\n", markup=False)
-    return 0
+    # Where every episode was lost, nothing was measured.
+    return int(evaluation.lost == evaluation.problems * evaluation.samples)
 
 
 def _lines(found: Evaluation) -> list[str]:
+    lost = lost_in_words(found.lost, found.problems * found.samples, found.lost_why)
     how = "greedily" if found.temperature == 0.0 else f"at temperature {found.temperature:g}"
     rows = {
         "task": found.task,
         "success": f"{found.success:.1%} ({found.low:.1%} to {found.high:.1%} at 95 %)",
         **{f"pass@{k}": f"{share:.1%}" for k, share in found.pass_at.items() if k > 1},
+        **({"episodes": lost} if lost else {}),
         "problems": f"{found.problems}, {found.samples} answers each, {how}",
         "answer length": f"{found.mean_length:.1f} tokens" + _cut_off(found),
         **_signal(found),
@@ -93,7 +97,7 @@ def _cut_off(found: Evaluation) -> str:
 
 def _signal(found: Evaluation) -> dict[str, str]:
     """What training on such problems would have to learn from, where several answers to each tell."""
-    if found.equal_rewards is None:
+    if found.equal_rewards is None or found.lost:
         return {}
     share = found.equal_rewards / found.problems
     return {"equal rewards": f"in {share:.0%} of the problems: a group of such answers teaches nothing"}

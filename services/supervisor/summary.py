@@ -12,6 +12,7 @@ import msgspec
 from services.config.settings import RunSettings
 from services.host.files import LineTail, write_whole
 from services.host.run_folder import RunFolder
+from services.observability.terminal import as_text
 from services.policies.training.evaluation import interval, ks_of, pass_at, point_of, success_of
 from services.run_store.ledger import Accounts
 from services.wire.errors import UNDECODABLE, WireError
@@ -221,7 +222,15 @@ def success_before(folder: RunFolder) -> str | None:
         return None
     if not found.solved:
         return None
-    return _success(success_of(found.solved, found.samples), _within(found.solved, found.samples))
+    lost = lost_in_words(found.lost, len(found.solved) * found.samples, found.lost_why)
+    return _success(success_of(found.solved, found.samples), _within(found.solved, found.samples)) + (
+        f"; {lost}" if lost else ""
+    )
+
+
+def lost_in_words(lost: int, episodes: int, why: str) -> str:
+    """Of an evaluation; nothing where no episode was lost."""
+    return f"{lost} of {episodes} episodes lost: {as_text(why)}" if lost else ""
 
 
 def _learned(summary: Summary) -> bool:

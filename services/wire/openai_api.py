@@ -263,6 +263,7 @@ IGNORED: Mapping[str, str] = {
     "stream_interval": "how a stream is cut into chunks",
     "truncation_side": "of `truncate_prompt_tokens` alone",
     "user": "a note",
+    "verbosity": "a wish that OpenAI's own models know; no chat template renders it",
 }
 """Why each has no effect."""
 
@@ -300,7 +301,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "thinking_token_budget": (-1,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
-    "verbosity": ("medium",),
     "vllm_xargs": ({},),
     "watermarking": (False,),
     "web_search_options": (),

@@ -277,6 +277,10 @@ class TaskAnswers(Body):
     mean_length: float = Field(ge=0.0)
 
 
+LONGEST_WHY = 500
+"""Characters of a reason."""
+
+
 class EvaluationAnswers(Body):
     """Held-out problems, answered by one version, or by those that were served meanwhile. Lengths in sampled tokens."""
 
@@ -299,6 +303,10 @@ class EvaluationAnswers(Body):
     """Episodes whose last answer ended at the limit of tokens; None where that is not known of all."""
     equal_rewards: int | None = Field(default=None, ge=0)
     """Problems whose answers all got the same reward; None with one answer a problem."""
+    lost: int = Field(default=0, ge=0)
+    """Episodes that were lost, and count as not solved."""
+    lost_why: str = Field(default="", max_length=LONGEST_WHY)
+    """Of the first of them."""
     tasks: list[TaskAnswers] = Field(default_factory=list, max_length=100)
     """Where several were played, each by itself; `solved` has all of their problems, in this order."""
 
@@ -344,6 +352,8 @@ class Evaluation(Body):
     mean_length: float
     cut_off: int | None = None
     equal_rewards: int | None = None
+    lost: int = 0
+    lost_why: str = ""
     seconds: float
     at: float
     tasks: dict[str, TaskEvaluation] = Field(default_factory=dict)

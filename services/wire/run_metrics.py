@@ -286,11 +286,14 @@ WARM_START, BEFORE, AFTER = "warm start", "evaluation before training", "evaluat
 
 
 class EvaluationBefore(msgspec.Struct, frozen=True):
-    """What of `evaluation_before.json`, the environment's, others read. `solved`: right answers to each problem."""
+    """What of `evaluation_before.json`, the environment's, others read. `solved`: right answers to each problem. `lost`:
+    episodes that were lost, and why the first of them was."""
 
     solved: list[int] = []
     samples: int = 1
     """Answers to each problem."""
+    lost: int = 0
+    lost_why: str = ""
 
 
 class TaskReport(msgspec.Struct, frozen=True):

@@ -215,6 +215,7 @@ async def test_episodes_that_are_lost_in_an_evaluation_count_as_not_solved(
         assert measured.success == 0.5
         assert measured.mean_length == 2.0
         assert (measured.cut_off, measured.equal_rewards) == (None, None)
+        assert measured.lost == 20 and "RuntimeError: odd" in measured.lost_why
         assert await host.published() == []
 
 

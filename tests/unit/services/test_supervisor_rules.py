@@ -427,3 +427,7 @@ def test_success_before_training_is_told_with_its_interval_once_it_is_known(tmp_
         Measured(success=0.25, mean_length=3.0, solved=[1] * 10 + [0] * 10, samples=2)
     )
     assert success_before(folder) == "25% (14% to 40%)"
+    EvaluationRecord(tmp_path).write_before(
+        Measured(success=0.0, mean_length=0.0, solved=[0] * 4, samples=2, lost=8, lost_why="task: it raised (a.py:5)")
+    )
+    assert success_before(folder) == "0% (0% to 32%); 8 of 8 episodes lost: task: it raised (a.py:5)"
