@@ -23,6 +23,9 @@ SETTLED: tuple[UpdateState, ...] = ("committed", "failed", "superseded", "cancel
 LAST_VERSION = (1 << 53) - 1
 """No version is higher: a number that every reader of JSON knows exactly, and that no run comes near."""
 
+MemoryKind = Literal["DRAM", "VRAM"]
+"""Where weights lie that an engine reads: the host's memory, or a GPU's, as NIXL calls them."""
+
 FleetPolicyName = Literal["barrier", "rolling", "quorum"]
 FLEET_POLICIES: tuple[FleetPolicyName, ...] = get_args(FleetPolicyName)
 

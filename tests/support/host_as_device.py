@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from weight_bus.memory.arena import MemoryKind
+from services.wire.weights_api import MemoryKind
 
 
 class HostAsDevice:

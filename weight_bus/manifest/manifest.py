@@ -23,10 +23,9 @@ from typing import Literal
 import msgspec
 
 from services.wire.errors import UNDECODABLE, WireError
-from services.wire.weights_api import LAST_VERSION
+from services.wire.weights_api import LAST_VERSION, MemoryKind
 from weight_bus.errors import SignatureError
 from weight_bus.manifest.tiling import Runs, why_not_exact
-from weight_bus.memory.arena import MemoryKind
 
 MANIFEST_SCHEMA = 4
 

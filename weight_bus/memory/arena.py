@@ -16,7 +16,6 @@ import os
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -25,19 +24,7 @@ from services.host.process import STREAMED_BYTES
 from services.wire.errors import UsageError
 from weight_bus.errors import TransportError
 
-__all__ = [
-    "Arena",
-    "MemoryKind",
-    "populate",
-    "private_arena",
-    "remove_shm_files",
-    "shared_arena",
-    "shm_directory",
-    "shm_prefix",
-]
-
-MemoryKind = Literal["DRAM", "VRAM"]
-"""The host's memory, or a GPU's, as NIXL calls them."""
+__all__ = ["Arena", "populate", "private_arena", "remove_shm_files", "shared_arena", "shm_directory", "shm_prefix"]
 
 
 class Arena:

@@ -14,8 +14,9 @@ from typing import Protocol
 
 import torch
 
+from services.wire.weights_api import MemoryKind
 from weight_bus.errors import TransportError
-from weight_bus.memory.arena import Arena, MemoryKind
+from weight_bus.memory.arena import Arena
 
 
 class DeviceMemory(Protocol):

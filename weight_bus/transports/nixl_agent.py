@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
+from services.wire.weights_api import MemoryKind
 from weight_bus.errors import TransportError
-from weight_bus.memory.arena import MemoryKind, address_of
+from weight_bus.memory.arena import address_of
 from weight_bus.transports.environment import NIXL_BACKEND, NIXL_MEMORY
 from weight_bus.transports.nixl_wheel import nixl_module
 

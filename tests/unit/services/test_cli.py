@@ -57,6 +57,12 @@ def test_help_and_clients_import_neither_torch_nor_vllm() -> None:
     assert answer.returncode == 0, answer.stderr
 
 
+def test_the_bus_imports_no_numpy() -> None:
+    """Its start takes a tenth longer with it, and its memory 11 MB."""
+    program = "import sys, weight_bus.coordinator.app; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
 def test_an_unknown_command_is_misuse_and_names_the_nearest() -> None:
     answer = rollmesh("trian")
     assert answer.returncode == 2
