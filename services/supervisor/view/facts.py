@@ -15,7 +15,10 @@ def plain_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
         # The share is the start's, and not the evaluation's.
         return [*step, ("start", f"{phase.share:.0%} · {', '.join([phase.name, *_parts(phase)])}")]
     if metrics is None:
-        return [*step, (phase.name, f"{phase.share:.0%}{_of_parts(phase)}")]
+        # With a large model that takes minutes, in which servers wait for the next version.
+        computes = phase.name == "training" and "trainer" not in snapshot.waits
+        now = [("the trainer computes step", "1")] if computes else []
+        return [*step, (phase.name, f"{phase.share:.0%}{_of_parts(phase)}"), *now]
     left = snapshot.left_s
     return [
         *step,

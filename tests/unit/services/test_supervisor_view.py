@@ -295,12 +295,18 @@ def test_plain_lines_say_how_far_the_start_is(monkeypatch: pytest.MonkeyPatch) -
     view = make_view(console, plain=True)
     view.show(starting())
     view.show(replace(starting(0.8), phase=Phase(BEFORE, 0.8, (Part(BEFORE, 64, 256),))))
+    view.show(replace(starting(), waits={}, phase=Phase("training", 0.0)))
+    view.show(
+        replace(starting(), waits={"trainer": Wait(waiting_for="a batch", since=997.0)}, phase=Phase("training", 0.0))
+    )
     assert isinstance(console.file, io.StringIO)
-    first, second = (line.partition(" s  ")[2] for line in console.file.getvalue().splitlines())
+    first, second, third, fourth = (line.partition(" s  ")[2] for line in console.file.getvalue().splitlines())
     assert first == (
         "step 0/60 · starting 40%: warm start 62% (sft), servers 1/2 (rollout-server-1: starting its engine)"
     )
     assert second == "step 0/60 · start 80% · evaluation before training, answers 64/256"
+    assert third == "step 0/60 · training 0% · the trainer computes step 1"
+    assert fourth == "step 0/60 · training 0% · trainer waits for a batch (3.0 s)"
 
 
 def test_the_evaluation_before_training_is_no_wait_of_the_trainer() -> None:
