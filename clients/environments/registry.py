@@ -51,7 +51,11 @@ def make_task(text: str, rewards: RewardsAddress | None = None, called: str | No
     except ModuleNotFoundError as error:
         library = LIBRARIES[name.kind]
         if library.module is None or error.name is None or error.name.partition(".")[0] != library.module:
-            raise UsageError(f"task {text!r} needs {error.name}, which is not installed", "install it") from error
+            raise UsageError(
+                f"task {text!r} needs the module {error.name}, which is not installed",
+                "install its package, whose name may be another, into this environment: `./dev install PACKAGE` in a "
+                "checkout",
+            ) from error
         raise UsageError(f"task {text!r} needs {library.module}, which is not installed", library.extra) from error
 
 

@@ -95,7 +95,11 @@ def up(
     overrides += overrides_of(context.args)
     if resume is not None:
         if overrides or config is not None:
-            raise UsageError("--resume goes on under the settings that the run began with", "leave other settings out")
+            raise UsageError(
+                "--resume goes on under the settings that the run began with",
+                "leave other settings out; for more steps, or others, begin a run from this one's policy: "
+                "`rollmesh export RUN --out FOLDER`, then model.path=FOLDER",
+            )
         if check:
             raise UsageError("--check looks at a run that is new", "leave --resume or --check out")
         from services.supervisor.foreground import resume_in_foreground

@@ -37,7 +37,8 @@ def of_trial(trial: TaskTrial) -> Iterator[Finding]:
             "environment-fails",
             f"task {task} cannot be played",
             trial.failed,
-            "fix its code: `rollmesh run-environment --trial --task …` plays it without a server",
+            "do what its error asks for, or fix its code: `rollmesh run-environment --trial --task …` tries it without a "
+            "server",
         )
         return
     if trial.changed is not None:
