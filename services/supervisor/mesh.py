@@ -60,7 +60,7 @@ TRACKING_STOP_DEADLINE_S = 20.0
 IMPORTS_WITHIN_S = 300.0
 """For a server to do its imports; the trainer starts then at the latest."""
 SHOW_EVERY_S = 0.5
-PAGE_AFTER_S = 20.0
+PAGE_AFTER_S = 5.0
 """A run that is over sooner does not pay for a page that nobody opens."""
 DISK_EVERY_S = 1.0
 MIN_FREE_BYTES = 32 << 20
