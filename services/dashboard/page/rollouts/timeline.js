@@ -26,7 +26,7 @@ export function timeline(rollout, jump) {
       "p",
       { class: "faint" },
       seconds === null
-        ? "Over the tokens of each segment: when its calls were answered was not written down."
+        ? "Over the tokens of each segment: when its calls were answered is not known, or there was one alone."
         : "Over time, from the opening of its group: calls of the policy, and between them tools and whatever else the agent did.",
     ),
     seconds === null ? null : axis(seconds),
