@@ -169,7 +169,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reward_spans: list[RewardSpan] = msgspec.field(default_factory=list)
     """Where an environment rewarded single calls."""
     call_times: list[CallTime] = msgspec.field(default_factory=list)
-    """To be looked at alone, and so not checked. Calls whose time is not known are left out; of one call nothing is told."""
+    """To be looked at alone, and so not checked. Calls whose time is not known are left out; one alone is not told."""
     samplings: list[SamplingParams]
     """How tokens were sampled: spans name one of these by its index."""
     task_id: str = ""
