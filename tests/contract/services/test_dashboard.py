@@ -204,6 +204,7 @@ async def test_a_service_that_ends_is_told_within_three_seconds_and_so_is_its_re
     await mesh.begin()
     kinds: tuple[tuple[str, ServiceKind], ...] = (
         ("s0", "rollout-server"), ("gateway", "gateway"), ("weight-bus", "weight-bus"), ("trainer", "trainer"),
+        ("rewards", "rewards"),
     )  # fmt: skip
     async with dashboard(mesh.runs) as page, events(page) as state:
         for name, kind in kinds:
