@@ -1,11 +1,13 @@
 """An agent of the openai-agents package as a training environment: ten lines more than the agent itself.
 
 $ rollmesh up --task python:docs/examples/sdk_agent.py:weather model.path=FOLDER
+
+`unchanged`: the same of an agent that names no model.
 """
 
 import random
 
-from agents import Agent, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
+from agents import Agent, OpenAIChatCompletionsModel, OpenAIProvider, RunConfig, Runner, function_tool
 from openai import AsyncOpenAI
 
 from clients.environments.base import AgentEndpoint, Ended, Problem, Split, agent_environment
@@ -39,3 +41,17 @@ async def play(problem: Problem, endpoint: AgentEndpoint) -> Ended:
 
 
 weather = agent_environment("weather", problem, play)
+
+
+AGENT = Agent(name="Forecaster", instructions="Be brief. Use the tool.", tools=[weather_of])
+
+
+async def play_unchanged(problem: Problem, endpoint: AgentEndpoint) -> Ended:
+    provider = OpenAIProvider(base_url=endpoint.base_url, api_key=endpoint.api_key, use_responses=False)
+    config = RunConfig(model="policy", model_provider=provider, tracing_disabled=True)
+    result = await Runner.run(AGENT, problem.prompt, run_config=config)
+    right = problem.solution in str(result.final_output)
+    return Ended(reward=float(right), success=right)
+
+
+unchanged = agent_environment("unchanged", problem, play_unchanged)

@@ -48,9 +48,10 @@ async def test_an_openai_agent_is_trained_by_changing_its_base_url_and_key(host:
     assert sum(1 for before, now in zip([0, *mask], mask, strict=False) if now > before) == 2
 
 
-async def test_an_agent_of_openai_agents_is_trained_as_it_is(host: Host, engine: TellingEngine) -> None:
+@pytest.mark.parametrize("name", ["weather", "unchanged"])
+async def test_an_agent_of_openai_agents_is_trained_as_it_is(name: str, host: Host, engine: TellingEngine) -> None:
     pytest.importorskip("agents")
-    environment = make_task(f"python:{EXAMPLES}/sdk_agent.py:weather").environment
+    environment = make_task(f"python:{EXAMPLES}/sdk_agent.py:{name}").environment
     problem = environment.problem("train", 0, 1)
     city = problem.prompt.removeprefix("How warm is it in ").removesuffix("?")
     call = f'<tool_call>\n{{"name": "weather_of", "arguments": {{"city": "{city}"}}}}\n</tool_call>'
@@ -70,7 +71,7 @@ def test_tutorials_show_the_examples_as_they_are() -> None:
     pages = [ROOT / "docs" / "tutorials" / name for name in ("your-environment.md", "your-agent.md")]
     tutorials = "".join(page.read_text(encoding="utf-8") for page in pages)
     blocks = re.findall(r"^```python\n(.*?)^```", tutorials, flags=re.MULTILINE | re.DOTALL)
-    names = ("larger.py", "calculator_agent.py", "sdk_agent.py")
+    names = ("larger.py", "calculator_agent.py", "sdk_agent.py", "sdk_agent.py")
     examples = [(EXAMPLES / name).read_text(encoding="utf-8") for name in names]
     for block, example in zip(blocks, examples, strict=True):
         assert all(function.strip() in example for function in block.split("\n\n\n"))
