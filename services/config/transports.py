@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
 from services.config.base import Section
+from services.policies.placement.wire_memory import WireMemory
 
 
 def _port_range(text: str) -> str:
@@ -31,7 +32,7 @@ class NixlSettings(Section):
     transports: tuple[Name, ...] = Field(
         default=(), description="UCX's transports, such as `rc`, `tcp`, `cuda_copy`, `self` (`UCX_TLS`)"
     )
-    memory: Literal["auto", "host", "device"] = Field(
+    memory: WireMemory = Field(
         default="auto",
         description="Where weights lie on the wire: device: in GPUs' memory at both ends; auto: there, where trainer and "
         "engines have GPUs with room for it",

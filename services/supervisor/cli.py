@@ -120,7 +120,8 @@ def up(
 @eval_app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     help="Measure a policy on held-out problems: rollout servers serve it, nothing is trained. Prints success with its "
-    "interval, pass@k and lengths. Settings (docs/configuration.md) may follow; those of a checkpoint's run hold else.\n\n"
+    "interval, pass@k and lengths. Settings (docs/configuration.md) may follow; those of a checkpoint's run hold else. "
+    "Exit code 1 where every episode was lost.\n\n"
     "\b\nExamples:\n"
     "  rollmesh eval --checkpoint runs/mine --at best\n"
     "  rollmesh eval --task sums --samples 4 --temperature 1 model.path=smollm2-135m",

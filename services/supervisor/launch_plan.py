@@ -30,6 +30,7 @@ from services.config.settings import RunSettings
 from services.config.traces import as_environ
 from services.host.commands import OURS
 from services.host.devices import VISIBLE
+from services.host.ports import bound_socket
 from services.host.run_folder import RunFolder
 from services.policies.backoff import RestartPolicy
 from services.security.keys import NO_PLACES, KeyPlaces
@@ -375,20 +376,13 @@ class PortReservation:
 
     def reserve(self, port: int = 0) -> int:
         """A port that nobody uses, or this one. Raises UsageError where somebody uses it."""
-        holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         if port:
-            # Connections that ended a moment ago keep nobody from it.
+            holder = bound_socket(LOOPBACK, port)
+        else:
+            # Bound without SO_REUSEADDR: the kernel then picks one that no one else has any claim to.
+            holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            holder.bind((LOOPBACK, 0))
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            # Any port is bound without the option: the kernel then picks one that no one else has any claim to.
-            holder.bind((LOOPBACK, port))
-        except OSError as error:
-            holder.close()
-            raise UsageError(
-                f"cannot listen on {LOOPBACK}:{port} ({error.strerror})",
-                "choose another port, or stop the process that uses it",
-            ) from error
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         port = int(holder.getsockname()[1])
         if sys.platform == "linux":
             self._held.append(holder)

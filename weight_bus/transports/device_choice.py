@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import cast, get_args
 
 import torch
 
+from services.policies.placement.wire_memory import WireMemory, fits, on_device, what_is_missing
 from services.policies.training.memory import Estimate
-from weight_bus.memory.choice import Wanted, fits, on_device, what_is_missing
+from services.wire.errors import UsageError
 from weight_bus.memory.device import CudaMemory, DeviceMemory
 from weight_bus.transports.environment import NIXL_BACKEND, NIXL_MEMORY
 from weight_bus.transports.select import resolve
@@ -58,8 +59,11 @@ def _missing(transport: str, device: torch.device, environment: Mapping[str, str
     return what_is_missing(resolve(transport), str(device), environment.get("UCX_TLS"), backend)
 
 
-def _wanted(environment: Mapping[str, str]) -> Wanted:
-    return cast("Wanted", environment.get(NIXL_MEMORY, "auto"))
+def _wanted(environment: Mapping[str, str]) -> WireMemory:
+    wanted = environment.get(NIXL_MEMORY, "auto")
+    if wanted not in get_args(WireMemory):
+        raise UsageError(f"{NIXL_MEMORY}={wanted} is not known", f"known: {', '.join(get_args(WireMemory))}")
+    return cast("WireMemory", wanted)
 
 
 def _number(device: torch.device) -> int:

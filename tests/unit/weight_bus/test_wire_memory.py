@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from services.config.load import load_settings
+from services.policies.placement.wire_memory import WireMemory, fits, on_device, what_is_missing
 from services.policies.training.memory import Estimate, MemoryOptions, estimate
 from services.policies.training.model_shape import ModelShape
 from services.wire.errors import UsageError
 from tests.support.host_as_device import HostAsDevice
-from weight_bus.memory.choice import Wanted, fits, on_device, what_is_missing
 from weight_bus.transports.device_choice import publishing_memory, reading_memory
 from weight_bus.transports.environment import NIXL_MEMORY, wire_environment
 
@@ -39,7 +39,7 @@ def test_device_memory_is_used_where_nothing_is_missing_and_else_refused_with_wh
     transport: str, device: str, ucx: str | None, missing: str | None
 ) -> None:
     found, remedy = what_is_missing(transport, device, ucx)
-    choices: tuple[Wanted, ...] = ("auto", "device")
+    choices: tuple[WireMemory, ...] = ("auto", "device")
     assert not on_device("host", found, remedy)
     if missing is None:
         assert all(on_device(wanted, found, remedy) for wanted in choices)
@@ -48,6 +48,11 @@ def test_device_memory_is_used_where_nothing_is_missing_and_else_refused_with_wh
     with pytest.raises(UsageError, match=rf"weights\.nixl\.memory=device cannot be: .*{missing}") as refused:
         on_device("device", found, remedy)
     assert refused.value.remedy
+
+
+def test_a_word_in_the_environment_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(UsageError, match=f"{NIXL_MEMORY}=dvice is not known"):
+        reading_memory("nixl", torch.device("cpu"), {NIXL_MEMORY: "dvice"}, made)
 
 
 def test_another_plug_in_of_nixl_does_not_read_ucxs_variables() -> None:

@@ -12,11 +12,12 @@ from typing import Literal
 from services.policies.training.memory import SURE, Estimate
 from services.wire.errors import UsageError
 
-Wanted = Literal["auto", "host", "device"]
+WireMemory = Literal["auto", "host", "device"]
+"""`weights.nixl.memory`."""
 _DEVICE_TRANSPORTS = frozenset({"all", "cuda", "cuda_copy"})
 
 
-def on_device(wanted: Wanted, missing: str | None, remedy: str) -> bool:
+def on_device(wanted: WireMemory, missing: str | None, remedy: str) -> bool:
     """Whether a device's memory is used. Raises UsageError where that is `wanted`, and something is `missing`."""
     if wanted == "device" and missing is not None:
         raise UsageError(f"weights.nixl.memory=device cannot be: {missing}", remedy)
