@@ -324,7 +324,7 @@ def _vllm_engine(
             return HeldBytes(*await self._call("bench_held"))
 
         async def _call(self, name: str, *arguments: Any) -> Any:
-            return await engine._running().engine_core.call_utility_async(name, *arguments)
+            return await engine.core.running().engine_core.call_utility_async(name, *arguments)
 
     return engine, InTheCore()
 

@@ -28,8 +28,13 @@ async def live(model: Path, ranks: int) -> None:
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         await engine.start()
-        core = engine._llm.engine_core.resources.engine_manager.processes[0].pid
-        said = {"pid": os.getpid(), "core": core, "scratch": str(engine._scratch), "port": listener.getsockname()[1]}
+        core = engine.core.running().engine_core.resources.engine_manager.processes[0].pid
+        said = {
+            "pid": os.getpid(),
+            "core": core,
+            "scratch": str(engine.core.scratch),
+            "port": listener.getsockname()[1],
+        }
         sys.stdout.write(json.dumps(said) + "\n")
         sys.stdout.flush()
         number = 0

@@ -134,7 +134,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtu
         assert not core.is_running()
         _, left = psutil.wait_procs(workers, timeout=5.0)
         assert not left
-        assert not served.engine._scratch.exists()
+        assert not served.engine.core.scratch.exists()
 
 
 def _workers(core: psutil.Process) -> list[psutil.Process]:
@@ -143,7 +143,7 @@ def _workers(core: psutil.Process) -> list[psutil.Process]:
 
 
 def _core(engine: VllmEngine) -> psutil.Process:
-    return psutil.Process(engine._llm.engine_core.resources.engine_manager.processes[0].pid)
+    return psutil.Process(engine.core.running().engine_core.resources.engine_manager.processes[0].pid)
 
 
 @pytest.mark.asyncio(loop_scope="module")

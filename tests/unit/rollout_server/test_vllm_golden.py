@@ -126,8 +126,8 @@ def found_for(case: Case, folder: Path) -> dict[str, Any]:
         )
         return answer | {"environment": dict(served.environ), "command": list(served.command)}
     engine = engine_of(settings, folder)
-    plan = engine._plan
-    answer["environment"] = environment(platform, engine._threads, plan.given, engine._shadow, packed=engine._packed)
+    core, plan = engine.core, engine.core.plan
+    answer["environment"] = environment(platform, core.threads, plan.given, core.shadow, packed=core.packed)
     answer["arguments"] = arguments(plan, platform)
     return answer
 
