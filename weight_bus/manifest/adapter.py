@@ -76,20 +76,31 @@ def base_digest(folder: Path) -> str:
     return manifest_of_folder(folder, "base", 0).root_digest
 
 
-class Base:
-    """The weights that an engine's adapters belong to. For any thread."""
+class _Folder:
+    """The digest of a model folder, read once. For any thread."""
 
-    def __init__(self, plan: AdapterPlan) -> None:
-        self._plan = plan
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._lock = threading.Lock()
         self._digest: str | None = None
 
     def know(self) -> str:
-        """Its digest. The first time that takes as long as reading the base: an engine asks for it when it starts."""
         with self._lock:
             if self._digest is None:
-                self._digest = base_digest(self._plan.base)
+                self._digest = base_digest(self._folder)
             return self._digest
+
+
+class Base:
+    """The weights that an engine's adapters belong to. For any thread. `like`: of another run's adapters on them."""
+
+    def __init__(self, plan: AdapterPlan, like: Base | None = None) -> None:
+        self._plan = plan
+        self._folder: _Folder = _Folder(plan.base) if like is None else like._folder
+
+    def know(self) -> str:
+        """Its digest. The first time that takes as long as reading the base: an engine asks for it when it starts."""
+        return self._folder.know()
 
     def check(self, manifest: Manifest) -> None:
         """Raise StageError unless `manifest` is of an adapter of this base, UsageError where that cannot be read."""

@@ -1,11 +1,12 @@
-"""Adapters that are published alone, in vLLM: its own low-rank layers, of whose one slot each version takes the place.
+"""Adapters that are published alone, in vLLM: its own low-rank layers, of whose slot each version takes the place.
 
     qkv_proj    y = W·x + B_q·(A_q·x) | B_k·(A_k·x) | B_v·(A_v·x)        W: loaded once, never moved
-                      slot  [1, 1, most rank, in], [1, 1, out, most rank] for each part; zeros beyond the adapter's rank
+                      slots  [slots, 1, most rank, in], [slots, 1, out, most rank] for each part
+                             zeros beyond the adapter's rank, and in layers that are none of its targets
 
-Every request asks for the one adapter, so that a version is the slot's bytes, read where the layers read them. A flip
-copies the staged A and B over them, between two steps. Of a tensor parallel engine, a rank has the rows of B or the
-columns of A that belong to its slice of W, as vLLM cuts them.
+There is a slot for each run. Every request asks for its run's adapter, so that a version is the slot's bytes, read where
+the layers read them. A flip copies the staged A and B over them, between two steps; other slots stay as they are. Of a
+tensor parallel engine, a rank has the rows of B or the columns of A that belong to its slice of W, as vLLM cuts them.
 """
 
 from __future__ import annotations
@@ -22,22 +23,27 @@ from weight_bus.receiver.slices import Slice
 from weight_bus.vllm.sets import CopiedSets
 from weight_bus.vllm.weights import slice_of_part
 
-_NUMBER = 1
-"""vLLM's number of the adapter; 0 is none."""
 
+def the_adapter(slot: int = 1) -> Any:
+    """vLLM's name for what every request of a run asks for, by which it tells cached prefixes apart, too.
 
-def the_adapter() -> Any:
-    """vLLM's name for what every request asks for. Its path is of no file: the slot is filled before anyone asks."""
+    Its path is of no file: the slot is filled before anyone asks. Slots are counted from 1, as vLLM counts adapters.
+    """
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest("policy", _NUMBER, "published")
+    return LoRARequest("policy" if slot == 1 else f"policy-{slot}", slot, "published")
 
 
-def open_slot(runner: Any, rank: int) -> None:
-    """Have a worker's model serve the adapter, of zeros at first. Called once, before the first request."""
-    runner.lora_manager.add_dummy_lora(the_adapter(), rank)
-    # Known by now: this gives it the slot.
-    runner.lora_manager.add_adapter(the_adapter())
+def open_slot(runner: Any, rank: int, slot: int = 1) -> int:
+    """Have a worker's model serve the adapter, of zeros at first; its place in the layers' tensors, from 0.
+
+    Called once, before the first request that asks for it.
+    """
+    runner.lora_manager.add_dummy_lora(the_adapter(slot), rank)
+    # Known by now: this gives it the place.
+    runner.lora_manager.add_adapter(the_adapter(slot))
+    place: int = runner.lora_manager._adapter_manager.lora_index_to_id.index(slot)
+    return place
 
 
 def slot_bytes(model: nn.Module) -> int:
@@ -46,18 +52,20 @@ def slot_bytes(model: nn.Module) -> int:
 
 
 class VllmAdapters:
-    """A model's adapters as the receiver wants them (`weight_bus.receiver.receiver.WeightTarget`).
+    """One run's adapters of a model as the receiver wants them (`weight_bus.receiver.receiver.WeightTarget`).
 
-    Raises StageError, naming it, for a layer whose slot is not as described above.
+    `place`: of its slot in the layers' tensors. Raises StageError, naming it, for a layer whose slot is not as described
+    above.
     """
 
-    def __init__(self, model: nn.Module, plan: AdapterPlan) -> None:
+    def __init__(self, model: nn.Module, plan: AdapterPlan, place: int = 0) -> None:
         self._model, self._plan = model, plan
-        views = list(self._views(_slots(model)))
+        own = {name: tensor[place : place + 1] for name, tensor in _slots(model).items()}
+        views = list(self._views(own))
         if not views:
             raise StageError(f"no layer of {type(model).__name__} is among trainer.lora.targets={plan.targets}")
         self.slices = {name: part for name, _, part in views if part is not None}
-        self.sets = CopiedSets(_slots(model))
+        self.sets = CopiedSets(own)
         self._live = {name: view for name, view, _ in self._views(self.sets.live)}
         self._shadow = {name: view for name, view, _ in self._views(self.sets.spare)}
 
@@ -74,7 +82,7 @@ class VllmAdapters:
         self.sets.flip_back()
 
     def _views(self, storage: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, Slice | None]]:
-        """Name and view of every A and B in `storage`, slots by their names here, and which slice of the whole it is."""
+        """Name and view of every A and B in `storage`, one slot by its names here, and which slice of the whole it is."""
         layers = list(_layers(self._model))
         parts = {f"{module}.weight": (0, 0) for name, layer in layers for module in _modules(self._model, name, layer)}
         wanted = set(adapted_modules(parts, self._plan.targets))

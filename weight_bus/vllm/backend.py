@@ -23,7 +23,7 @@ from services.wire.errors import ConflictError
 from weight_bus.manifest.manifest import decode_manifest, manifest_bytes
 from weight_bus.vllm.endpoints import file_root, weights_key
 from weight_bus.vllm.protocol import BACKEND
-from weight_bus.vllm.worker import Attachment
+from weight_bus.vllm.slots.attachment import Attachment
 
 
 @dataclass

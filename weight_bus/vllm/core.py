@@ -1,4 +1,4 @@
-"""Utility calls that rollmesh adds to vLLM's engine core: attach, stage, commit, rollback, digest.
+"""Utility calls that rollmesh adds to vLLM's engine core: attach, stage, commit, rollback, digest; pause of one run.
 
     rollout server ── fork ──► run_engine_core ── vLLM's own loop ──► step · step · [commit] · step …
                                                                                ▲ one call: flip the weights and
@@ -7,6 +7,9 @@
 vLLM's loop serves utility calls only between two steps. Flipping the weights and setting the weight version in one such
 call is therefore atomic for every token: no pause, no wrong version; the KV policy (`weight_bus.vllm.kv_cache`) is
 applied in the same call. That needs steps that do not overlap (`async_scheduling=False`), which `commit` checks.
+
+Where several runs' adapters are served, each call is of one run, named by its slot (1, 2, …), and the label names the
+versions in all slots, in their order: "3 5". Else there is slot 1 alone.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from weight_bus.vllm import protocol
 from weight_bus.vllm.kv_cache import KvMemory
 from weight_bus.vllm.replies import agree, agreed
 from weight_bus.vllm.room import leave_room_for_updates
+from weight_bus.vllm.slots.requests import PausedRuns
 
 _log = structlog.get_logger()
 
@@ -55,6 +59,9 @@ def install() -> None:
     EngineCore.rollmesh_commit = commit
     EngineCore.rollmesh_rollback = rollback
     EngineCore.rollmesh_digest = digest
+    EngineCore.rollmesh_detach = detach
+    EngineCore.rollmesh_pause = pause
+    EngineCore.rollmesh_resume = resume
     # Imported here: they bring torch.
     from weight_bus.vllm.quantised import keep_plain_weights_from_start
 
@@ -95,25 +102,53 @@ def attach(
     file_root: str | None = None,
     adapter: tuple[int, str | list[str]] | None = None,
     experts: bool = False,
+    slot: int = 1,
 ) -> bytes:
-    """Called once, before the first request. `key`: the run's weight key; None takes manifests unsigned.
+    """Called once for each run, before its first request. `key`: the run's weight key; None takes manifests unsigned.
 
     `file_root`: the folder that weight files may be read from. `adapter`: rank and targets, where adapters are served.
-    `experts`: whether samples tell which experts were chosen (`weight_bus.vllm.routing`).
+    `experts`: whether samples tell which experts were chosen (`weight_bus.vllm.routing`). This and `kv_policy` are those of
+    the first run.
     """
     try:
         _check_steps(core)
-        core.rollmesh_kv = KvMemory(core, kv_policy)
-        if experts:
-            # Imported here: it brings torch.
-            from weight_bus.vllm.routing import take_experts
-
-            take_experts(core.scheduler)
+        if not hasattr(core, "rollmesh_kv"):
+            _prepare(core, kv_policy, experts=experts)
     except RollmeshError as error:
         return protocol.encode_reply(protocol.failure(error))
     with _shared_by_ranks(core, run_id) as path:
-        arguments = (run_id, transport, key, file_root, path, adapter, experts)
+        arguments = (run_id, transport, key, file_root, path, adapter, experts, slot)
         return agree(core.model_executor.collective_rpc("rollmesh_attach", args=arguments))
+
+
+def _prepare(core: Any, kv_policy: KvPolicy, *, experts: bool) -> None:
+    adapters = getattr(core.vllm_config, "lora_config", None)
+    slots = 1 if adapters is None else int(adapters.max_loras)
+    core.rollmesh_kv = KvMemory(core, kv_policy, shared=slots > 1)
+    core.rollmesh_versions = [0] * slots
+    if slots > 1:
+        core.rollmesh_paused = PausedRuns(core.scheduler)
+    if experts:
+        # Imported here: it brings torch.
+        from weight_bus.vllm.routing import take_experts
+
+        take_experts(core.scheduler)
+
+
+def detach(core: Any, slot: int) -> bytes:
+    """A run of several has ended: nothing is staged into its slot any more. Its requests are to have ended before."""
+    core.rollmesh_paused.resume(slot)
+    return agree(core.model_executor.collective_rpc("rollmesh_detach", args=(slot,)))
+
+
+def pause(core: Any, slot: int, frozen: bool) -> bytes:
+    """Let no request of one run of several begin; `frozen`: nor go on. Answers how many go on."""
+    return protocol.encode_reply(protocol.Done(running=core.rollmesh_paused.pause(slot, running=frozen)))
+
+
+def resume(core: Any, slot: int) -> bytes:
+    core.rollmesh_paused.resume(slot)
+    return protocol.encode_reply(protocol.Done())
 
 
 @contextlib.contextmanager
@@ -137,14 +172,14 @@ def _shared_by_ranks(core: Any, run_id: str) -> Iterator[str | None]:
         arena.close()
 
 
-def stage(core: Any, manifest: bytes) -> Future[bytes] | bytes:
+def stage(core: Any, manifest: bytes, slot: int = 1) -> Future[bytes] | bytes:
     """Prepared when every rank is. The loop answers when the future is done and goes on stepping meanwhile."""
     core.rollmesh_stages = call = getattr(core, "rollmesh_stages", 0) + 1
-    return _in_background(core, "rollmesh_stage", manifest, call)
+    return _in_background(core, "rollmesh_stage", manifest, call, slot)
 
 
-def digest(core: Any) -> Future[bytes] | bytes:
-    return _in_background(core, "rollmesh_digest")
+def digest(core: Any, slot: int = 1) -> Future[bytes] | bytes:
+    return _in_background(core, "rollmesh_digest", slot)
 
 
 def poll(core: Any, ticket: int) -> bytes:
@@ -167,33 +202,37 @@ def _in_this_process(core: Any) -> bool:
     return hasattr(core.model_executor, "driver_worker")
 
 
-def commit(core: Any, version: int) -> bytes:
+def commit(core: Any, version: int, slot: int = 1) -> bytes:
     """Flip all ranks and relabel between two steps: tokens of later steps carry `version`, those of earlier ones do not."""
-    return _serve(core, "rollmesh_flip", version)
+    return _serve(core, "rollmesh_flip", version, slot)
 
 
-def rollback(core: Any, version: int) -> bytes:
+def rollback(core: Any, version: int, slot: int = 1) -> bytes:
     """As `commit`, back to the version that was served before the last one."""
-    return _serve(core, "rollmesh_flip_back", version)
+    return _serve(core, "rollmesh_flip_back", version, slot)
 
 
-def _serve(core: Any, method: str, version: int) -> bytes:
+def _serve(core: Any, method: str, version: int, slot: int) -> bytes:
     """Apply the KV policy, then flip: if the first fails, the old version is served on."""
-    running, _ = core.scheduler.get_request_counts()
     kv: KvMemory | None = getattr(core, "rollmesh_kv", None)
+    versions: list[int] = getattr(core, "rollmesh_versions", [0])
+    running, _ = core.scheduler.get_request_counts()
+    if kv is not None and len(versions) > 1:
+        running = len(kv.running(slot))
     try:
         _check_steps(core)
         if kv is not None:
-            kv.apply_policy()
+            kv.apply_policy(slot)
     except Exception as error:  # noqa: BLE001 - crosses a process boundary: raised again on the other side
         return protocol.encode_reply(protocol.failure(error))
-    replies = core.model_executor.collective_rpc(method, args=(version, running))
+    replies = core.model_executor.collective_rpc(method, args=(version, running, slot))
     reply = agree(replies)
     if isinstance(protocol.read_reply(reply), protocol.Committed):
-        core.set_weight_version(str(version))
+        versions[slot - 1] = version
+        core.set_weight_version(protocol.label_of(versions))
     elif any(isinstance(protocol.read_reply(each), protocol.Committed) for each in replies):
         # Some ranks flipped and some did not: undo, since all ranks must serve one version.
-        core.model_executor.collective_rpc("rollmesh_unflip", args=(version,))
+        core.model_executor.collective_rpc("rollmesh_unflip", args=(version, slot))
     return reply
 
 

@@ -9,6 +9,9 @@ Requests get their cache key here, on the thread that steps, not in the server t
 a commit would carry the old key. After a commit no old key is looked up: waiting requests have the new one, and running
 ones do no further lookup. So blocks that running requests still store under old keys, of mixed versions, are never found.
 
+Where several runs' adapters are served, a commit of one is of that run's requests alone: vLLM's own keys tell adapters
+apart. `recompute` then changes the run's key, too, since the cache cannot be emptied beneath the others.
+
 A request that was preempted or has not sampled its first token has no keys and values: they are computed under the next
 step's version. Its outputs say so (`prefill_stats`).
 """
@@ -16,19 +19,24 @@ step's version. Its outputs say so (`prefill_stats`).
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 from services.wire.errors import UsageError
 from services.wire.sampling import KvPolicy
+from weight_bus.vllm.slots.requests import slot_of
 
 TELL_EVERY_S = 0.5
 """Between two steps that say which share of the blocks is in use."""
 
 
 class KvMemory:
-    """KV policy of one engine core. Wraps its scheduler's `schedule`, `_preempt_request` and `make_stats`."""
+    """KV policy of one engine core. Wraps its scheduler's `schedule`, `_preempt_request` and `make_stats`.
 
-    def __init__(self, core: Any, policy: KvPolicy) -> None:
+    `shared`: it serves several runs' adapters.
+    """
+
+    def __init__(self, core: Any, policy: KvPolicy, *, shared: bool = False) -> None:
         caching = bool(core.scheduler.kv_cache_manager.enable_caching)
         if caching and policy == "keep":
             raise UsageError(
@@ -37,7 +45,10 @@ class KvMemory:
             )
         self._scheduler = core.scheduler
         self._policy = policy
-        self._commits = 0
+        self._empties = policy == "recompute" and not shared
+        self._changes_keys = policy == "salt" or (policy == "recompute" and shared)
+        self._commits: Counter[int] = Counter()
+        """Of each slot."""
         self._put_back: set[str] = set()
         self._preempt = core.scheduler._preempt_request
         self._schedule = core.scheduler.schedule
@@ -45,21 +56,25 @@ class KvMemory:
         core.scheduler.schedule = self._schedule_and_count
         self._make_stats, self._told_at = core.scheduler.make_stats, 0.0
         core.scheduler.make_stats = self._make_stats_seldom
-        if policy == "salt":
+        if self._changes_keys:
             self._add = core.add_request
             core.add_request = self._add_salted
 
-    def apply_policy(self) -> None:
-        """Call before the weights change, between two steps; harmless if they then do not."""
-        self._commits += 1
-        if self._policy == "recompute":
+    def apply_policy(self, slot: int = 1) -> None:
+        """Call before the weights in `slot` change, between two steps; harmless if they then do not."""
+        self._commits[slot] += 1
+        if self._empties:
             self._scheduler.reset_prefix_cache(reset_running_requests=True)
             return
-        for request in reversed(list(self._scheduler.running)):
-            if request.is_prefill_chunk or not request.num_output_tokens:
+        for request in reversed(self.running(slot)):
+            if self._policy == "recompute" or request.is_prefill_chunk or not request.num_output_tokens:
                 self._take_back(request)
-        if self._policy == "salt":
-            self._change_keys()
+        if self._changes_keys:
+            self._change_keys(slot)
+
+    def running(self, slot: int) -> list[Any]:
+        """Its requests that run."""
+        return [request for request in self._scheduler.running if slot_of(request) == slot]
 
     def _take_back(self, request: Any) -> None:
         """Preempt a request whose prompt is computed in part: the rest must not come from another version."""
@@ -68,9 +83,11 @@ class KvMemory:
         # As vLLM does where it resets running requests: they may go on in the very next step.
         self._scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
-    def _change_keys(self) -> None:
+    def _change_keys(self, slot: int) -> None:
         running = {request.request_id for request in self._scheduler.running}
         for request in self._scheduler.requests.values():
+            if slot_of(request) != slot:
+                continue
             if request.request_id in running:
                 request.skip_reading_prefix_cache = True
             else:
@@ -82,7 +99,7 @@ class KvMemory:
         self._add(request, *arguments, **named)
 
     def _give_key(self, request: Any, own: str) -> None:
-        request.cache_salt = f"{self._commits}/{own}"
+        request.cache_salt = f"{self._commits[slot_of(request)]}/{own}"
         request.block_hashes.clear()
         request.update_block_hashes()
 

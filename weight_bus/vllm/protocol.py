@@ -9,6 +9,7 @@ Importing this module imports neither torch nor vLLM.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -59,13 +60,19 @@ class Pending(msgspec.Struct, frozen=True, kw_only=True, tag="pending"):
     ticket: int
 
 
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    """`running`: of a run that was paused, how many requests go on."""
+
+    running: int = 0
+
+
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     code: str
     what: str
     remedy: str = ""
 
 
-Reply = Staged | Committed | Digest | Attached | Pending | Failed
+Reply = Staged | Committed | Digest | Attached | Pending | Done | Failed
 
 _POLL_S = 0.02
 _encoder = msgspec.msgpack.Encoder()
@@ -74,6 +81,16 @@ _KINDS: dict[str, type[RollmeshError]] = {
     kind.code: kind
     for kind in (StageError, SignatureError, TransportError, ConflictError, UsageError, WireError, NotReadyError)
 }
+
+
+def label_of(versions: Sequence[int]) -> str:
+    """vLLM's label for what it serves: the versions in all slots. Until the first commit it has its own, `default`."""
+    return " ".join(map(str, versions))
+
+
+def version_in(label: str, slot: int) -> int:
+    """What `label` says of a slot."""
+    return 0 if label == "default" else int(label.split(" ")[slot - 1])
 
 
 def encode_reply(reply: Reply) -> bytes:

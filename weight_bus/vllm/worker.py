@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,136 +20,30 @@ import torch
 
 from services.policies.training.deadlines import within
 from services.wire.errors import ConflictError
-from services.wire.weights_api import CommitAnswer, DigestAnswer
-from weight_bus.manifest.adapter import AdapterPlan, Base
+from services.wire.weights_api import CommitAnswer
+from weight_bus.manifest.adapter import AdapterPlan
 from weight_bus.manifest.manifest import decode_manifest
-from weight_bus.memory.throttle import background_threads
 from weight_bus.receiver.rank_sharing import SHARING_LEAST_S, RankSharing
 from weight_bus.receiver.receiver import Receiver
-from weight_bus.transports.device_choice import reading_memory
-from weight_bus.transports.select import make_readers
-from weight_bus.vllm.adapters import VllmAdapters, open_slot, slot_bytes
-from weight_bus.vllm.packing import PackedLayers
-from weight_bus.vllm.protocol import PACKED, SHADOW, Attached, Committed, Digest, Reply, Staged, encode_reply, failure
+from weight_bus.vllm.adapters import open_slot, slot_bytes
+from weight_bus.vllm.protocol import (
+    SHADOW,
+    Attached,
+    Committed,
+    Digest,
+    Done,
+    Reply,
+    Staged,
+    encode_reply,
+    failure,
+)
 from weight_bus.vllm.quantised import quantised_layers, quantising_bytes
 from weight_bus.vllm.routing import tell_experts
 from weight_bus.vllm.sets import shadow_mode, update_bytes
-from weight_bus.vllm.weights import VllmWeights, check_linears_are_live
+from weight_bus.vllm.slots.attachment import Attachment
 
-_ATTRIBUTE = "rollmesh_attachment"
 _REMEMBERED = 8
 _log = structlog.get_logger()
-
-
-class Attachment:
-    """A receiver on a worker's model, and its two staging threads: a newer version can supersede one being staged."""
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        run_id: str,
-        transport: str,
-        key: str | None = None,
-        file_root: str | None = None,
-        sharing: RankSharing | None = None,
-        adapter: AdapterPlan | None = None,
-    ) -> None:
-        self.run_id = run_id
-        self.fixed = False
-        """For the life of the engine; else another run may take its place."""
-        self.weights: VllmAdapters | VllmWeights
-        prepare: Callable[[int], None]
-        if adapter is None:
-            check_linears_are_live(model)
-            whole = self.weights = VllmWeights(model, shadow_mode(os.environ.get(SHADOW, "device")))
-            storage, prepare = whole.storage, partial(self._prepare, whole)
-        else:
-            self.weights = VllmAdapters(model, adapter)
-            storage = {name: parameter.data for name, parameter in model.named_parameters()}
-            prepare = self._keep
-        self._repacks = adapter is None
-        # It makes layers follow their weights: after the check whether they do.
-        self._packed = PackedLayers(model, linears=os.environ.get(PACKED) != "0")
-        self._packed.pack(0, storage)
-        self._packed.flip(0)
-        self.threads = background_threads("rollmesh-weights")
-        base = None if adapter is None else Base(adapter)
-        root = None if file_root is None else Path(file_root)
-        device = next(model.parameters()).device
-        # A NIXL agent takes one to two seconds to start: meanwhile the engine already decodes.
-        self.receiver = self.threads.submit(
-            lambda: Receiver(
-                self.weights,
-                run_id,
-                make_readers(transport, file_root=root, device=reading_memory(transport, device)),
-                key=key,
-                prepare=prepare,
-                slices=self.weights.slices,
-                sharing=sharing,
-                base=base,
-            )
-        )
-        if base is not None:
-            # Before the first version asks.
-            self.threads.submit(base.know)
-
-    def _prepare(self, whole: VllmWeights, version: int) -> None:
-        """A version is whole in the shadow."""
-        self._packed.pack(version, whole.spare)
-        self._keep(version)
-
-    def _keep(self, _: int) -> None:
-        self.weights.sets.keep()
-
-    def flipped(self, version: int) -> None:
-        """The receiver serves `version`: use the copies that were packed of it. An adapter's base stays as it is packed."""
-        if self._repacks:
-            self._packed.flip(version)
-
-    def digest(self) -> DigestAnswer:
-        """Of what is really served. Blocks."""
-        if isinstance(self.weights, VllmWeights):
-            self.weights.check_served()
-        return self.receiver.result().digest()
-
-    def served(self) -> Receiver:
-        """The receiver. Raises ConflictError until its readers are started: nothing can be staged yet."""
-        if not self.receiver.done():
-            raise ConflictError("nothing is staged", "the readers are being started")
-        return self.receiver.result()
-
-    @classmethod
-    def on(
-        cls,
-        model: torch.nn.Module,
-        run_id: str,
-        transport: str,
-        key: str | None = None,
-        file_root: str | None = None,
-        sharing: RankSharing | None = None,
-        adapter: AdapterPlan | None = None,
-        *,
-        fixed: bool = False,
-    ) -> Attachment:
-        """The model's attachment, made if it has none of this run. Raises ConflictError where another run's is `fixed`.
-
-        vLLM's routes and ours share it: both must know of every flip.
-        """
-        found = model.__dict__.get(_ATTRIBUTE)
-        if isinstance(found, Attachment):
-            if found.run_id == run_id:
-                return found
-            if found.fixed:
-                raise ConflictError(f"this engine takes manifests of run {found.run_id!r}, not of {run_id!r}")
-            found.close()
-        made = cls(model, run_id, transport, key, file_root, sharing, adapter)
-        made.fixed = fixed
-        model.__dict__[_ATTRIBUTE] = made
-        return made
-
-    def close(self) -> None:
-        self.threads.shutdown(wait=False, cancel_futures=True)
-        self._packed.close()
 
 
 class RollmeshWorker:
@@ -159,7 +52,8 @@ class RollmeshWorker:
     model_runner: Any
     rank: int
     vllm_config: Any
-    rollmesh_attachment: Attachment | None = None
+    rollmesh_attachments: dict[int, Attachment] | None = None
+    """By their slots."""
     rollmesh_work: dict[int, Future[bytes]] | None = None
 
     def rollmesh_update_bytes(self) -> int:
@@ -180,21 +74,24 @@ class RollmeshWorker:
         shared: str | None = None,
         adapter: tuple[int, str | list[str]] | None = None,
         experts: bool = False,
+        slot: int = 1,
     ) -> bytes:
-        """Build the views and start the readers. Called once, before the first request. `shared`: memory of all ranks;
-        `adapter`: rank and targets of the adapters that are served, None: whole weights are; `experts`: whether samples
-        tell which experts were chosen."""
+        """Build the views and start the readers. Called once for each run, before its first request. `shared`: memory of
+        all ranks; `adapter`: rank and targets of the adapters that are served, None: whole weights are; `experts`:
+        whether samples tell which experts were chosen."""
 
         def attach() -> Reply:
-            keep_seeds_of_unfinished_prompts(self.model_runner)
-            if experts:
-                tell_experts(self.model_runner)
-            model, sharing, plan = self.model_runner.get_model(), self._sharing(shared), None
+            if self.rollmesh_attachments is None:
+                keep_seeds_of_unfinished_prompts(self.model_runner)
+                if experts:
+                    tell_experts(self.model_runner)
+                self.rollmesh_attachments = {}
+            model, sharing, plan, place = self.model_runner.get_model(), self._sharing(shared), None, 0
             if adapter is not None:
                 plan = AdapterPlan(*adapter, Path(self.vllm_config.model_config.model))
-                open_slot(self.model_runner, plan.rank)
-            attached = Attachment.on(model, run_id, transport, key, file_root, sharing, plan, fixed=True)
-            self.rollmesh_attachment = attached
+                place = open_slot(self.model_runner, plan.rank, slot)
+            attached = Attachment.on(model, run_id, transport, key, file_root, sharing, plan, place, fixed=True)
+            self.rollmesh_attachments[slot] = attached
             live = attached.weights.live().values()
             return Attached(tensors=len(live), total_bytes=sum(tensor.nbytes for tensor in live))
 
@@ -213,28 +110,38 @@ class RollmeshWorker:
             _log.warning("this rank reads all bytes of an update", rank=self.rank, why=str(error))
             return None
 
-    def rollmesh_stage(self, manifest: bytes, call: int) -> Future[bytes]:
+    def rollmesh_detach(self, slot: int) -> bytes:
+        """A run of several has ended."""
+
+        def detach() -> Reply:
+            self._attached(slot).detach()
+            del (self.rollmesh_attachments or {})[slot]
+            return Done()
+
+        return _reply(detach)
+
+    def rollmesh_stage(self, manifest: bytes, call: int, slot: int) -> Future[bytes]:
         """Pull a version into shadow memory on a thread; the future holds the reply. `call`: the same on all ranks."""
 
         def stage() -> Reply:
-            return Staged(result=self._attached().receiver.result().stage(decode_manifest(manifest), call))
+            return Staged(result=self._attached(slot).receiver.result().stage(decode_manifest(manifest), call))
 
-        return self._attached().threads.submit(_reply, stage)
+        return self._attached(slot).threads.submit(_reply, stage)
 
-    def rollmesh_digest(self) -> Future[bytes]:
+    def rollmesh_digest(self, slot: int) -> Future[bytes]:
         """Hash what is really served, on a thread."""
 
         def hashed() -> Reply:
-            return Digest(result=self._attached().digest())
+            return Digest(result=self._attached(slot).digest())
 
-        return self._attached().threads.submit(_reply, hashed)
+        return self._attached(slot).threads.submit(_reply, hashed)
 
     def rollmesh_start(self, ticket: int, method: str, arguments: tuple[Any, ...]) -> None:
         """Begin `rollmesh_stage` or `rollmesh_digest` where futures cannot be sent; `rollmesh_poll` asks for the answer."""
         if self.rollmesh_work is None:
             self.rollmesh_work = {}
         self.rollmesh_work[ticket] = getattr(self, method)(*arguments)
-        while len(self.rollmesh_work) > _REMEMBERED:
+        while len(self.rollmesh_work) > _REMEMBERED * max(1, len(self.rollmesh_attachments or ())):
             del self.rollmesh_work[min(self.rollmesh_work)]
 
     def rollmesh_poll(self, ticket: int) -> bytes:
@@ -244,24 +151,24 @@ class RollmeshWorker:
             return encode_reply(failure(ConflictError(f"no work {ticket} is known here", "begin again")))
         return work.result() if work.done() else b""
 
-    def rollmesh_flip(self, version: int, running: int) -> bytes:
+    def rollmesh_flip(self, version: int, running: int, slot: int) -> bytes:
         """Serve the staged `version` from the next step on."""
-        return self._serve(version, running, lambda receiver: receiver.commit(version))
+        return self._serve(version, running, slot, lambda receiver: receiver.commit(version))
 
-    def rollmesh_flip_back(self, version: int, running: int) -> bytes:
+    def rollmesh_flip_back(self, version: int, running: int, slot: int) -> bytes:
         """Serve `version` again from the next step on, which was served before the last flip."""
-        return self._serve(version, running, lambda receiver: receiver.rollback(version))
+        return self._serve(version, running, slot, lambda receiver: receiver.rollback(version))
 
-    def rollmesh_unflip(self, version: int) -> None:
+    def rollmesh_unflip(self, version: int, slot: int) -> None:
         """Undo the flip to `version`: another rank refused it."""
-        attached = self._attached()
+        attached = self._attached(slot)
         receiver = attached.served()
         receiver.undo(version)
         attached.flipped(receiver.version)
 
-    def _serve(self, version: int, running: int, change: Callable[[Receiver], None]) -> bytes:
+    def _serve(self, version: int, running: int, slot: int, change: Callable[[Receiver], None]) -> bytes:
         def serve() -> Reply:
-            attached = self._attached()
+            attached = self._attached(slot)
             started = time.monotonic()
             change(attached.served())
             attached.flipped(version)
@@ -270,10 +177,11 @@ class RollmeshWorker:
 
         return _reply(serve)
 
-    def _attached(self) -> Attachment:
-        if self.rollmesh_attachment is None:
+    def _attached(self, slot: int) -> Attachment:
+        attached = (self.rollmesh_attachments or {}).get(slot)
+        if attached is None:
             raise ConflictError("the engine core has no receiver yet")
-        return self.rollmesh_attachment
+        return attached
 
 
 def extend_worker(wrapper: Any) -> None:

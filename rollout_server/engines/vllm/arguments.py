@@ -10,7 +10,7 @@ CPU steps are eager and the KV cache is sized: left alone it takes 92 % of the m
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -42,8 +42,8 @@ class Plan:
     tensor_parallel: int = 1
     trust_remote_code: bool = False
     given: Mapping[str, Any] = field(default_factory=dict)
-    adapter: AdapterPlan | None = None
-    """Versions are adapters of `model`; None: whole weights."""
+    adapters: Sequence[AdapterPlan] = ()
+    """Of each run whose versions are adapters of `model`; none: versions are whole weights."""
 
 
 def installed_platform() -> Platform:
@@ -136,14 +136,17 @@ def arguments(plan: Plan, platform: Platform) -> dict[str, Any]:
         if plan.kv_policy != "keep":
             # Only whole blocks are shared, and vLLM's own for CPUs are of 128 tokens; 32 is the least that it takes.
             found["block_size"] = 32
-    if plan.adapter is not None:
+    if plan.adapters:
+        largest = max(adapter.rank for adapter in plan.adapters)
         found |= {
             "enable_lora": True,
-            "max_loras": 1,
-            "max_cpu_loras": 1,
+            "max_loras": len(plan.adapters),
+            "max_cpu_loras": len(plan.adapters),
             # vLLM has kernels of these ranks alone; the rest of a slot stays zero.
-            "max_lora_rank": next(rank for rank in _SLOT_RANKS if rank >= plan.adapter.rank),
-            "lora_target_modules": adapted_layers(plan.adapter),
+            "max_lora_rank": next(rank for rank in _SLOT_RANKS if rank >= largest),
+            "lora_target_modules": list(
+                dict.fromkeys(layer for adapter in plan.adapters for layer in adapted_layers(adapter))
+            ),
         }
     return found | dict(plan.given)
 

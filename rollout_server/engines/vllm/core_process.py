@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,18 +20,40 @@ from rollout_server.engines.vllm import launch as vllm_launch
 from rollout_server.engines.vllm.arguments import Plan
 from services.config.settings import ShadowPlace
 from services.wire.errors import DeadlineError, NotReadyError, RollmeshError, UsageError
-from weight_bus.vllm.protocol import Attached, Committed, Digest, Staged, ask
+from weight_bus.manifest.adapter import AdapterPlan
+from weight_bus.vllm.protocol import Attached, Committed, Digest, Done, Staged, ask
 
 _ENDS_WITHIN_S = 20.0
 _CALL_DEADLINE_S = 60.0
 _CLOSE_DEADLINE_S = 5.0
 _DEAD = "the vLLM engine core has died"
 
-_Answer = TypeVar("_Answer", Attached, Staged, Committed, Digest)
+_Answer = TypeVar("_Answer", Attached, Staged, Committed, Digest, Done)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What an engine is told of the run that it serves. `transport`: a name that `weight_bus.transports.select` knows.
+
+    `weights_key`: manifests must bear its signature; `file_root`: the folder that weight files may be read from.
+    `adapter`: versions are adapters; None: whole weights. `slot`: the adapter's place in the engine core, from 1.
+    `keep_experts`: which experts a mixture chooses is told of requests that ask for it. `start_within_s`: for the loaded
+    model to be attached and to generate once.
+    """
+
+    run_id: str
+    transport: str
+    weights_key: str | None = None
+    file_root: Path | None = None
+    adapter: AdapterPlan | None = None
+    slot: int = 1
+    keep_experts: bool = False
+    start_within_s: float = 600.0
 
 
 class CoreProcess:
-    """The engine core of `plan`. `threads`: of torch, on a CPU; `shadow`, `packed`: as `weights` says.
+    """The engine core of `plan`, of one run or shared by several. `threads`: of torch, on a CPU; `shadow`, `packed`: as
+    `weights` says.
 
     `preload` imports (seconds, any thread) and needs no model. On a CPU `start` holds the event loop for about a second and
     must run on the main thread, because it forks.
@@ -43,6 +66,11 @@ class CoreProcess:
         self._preloaded = False
         self._llm: Any = None
         self._gone: asyncio.Future[None] | None = None
+        self._observers: list[Callable[[Any], None]] = []
+        self._starting = asyncio.Lock()
+        self._refused: RollmeshError | None = None
+        self.users = 0
+        """Runs that share it and have not left."""
 
     def preload(self) -> None:
         """Import vLLM, which takes most of a start. Blocks; raises UsageError where vLLM is missing."""
@@ -53,7 +81,22 @@ class CoreProcess:
             self._preloaded = True
 
     async def start(self, observe: Callable[[Any], None]) -> None:
-        """Load the model. `observe` is called with every message of the engine core, before vLLM's own handler gets it."""
+        """Load the model, unless that was done for another run; where it failed, that is raised again.
+
+        `observe` is called with every message of the engine core, before vLLM's own handler gets it.
+        """
+        self._observers.append(observe)
+        async with self._starting:
+            if self._refused is not None:
+                raise self._refused
+            if self._llm is None:
+                try:
+                    await self._launch()
+                except RollmeshError as error:
+                    self._refused = error
+                    raise
+
+    async def _launch(self) -> None:
         model = self.plan.model
         if not (model / "config.json").exists():
             raise UsageError(f"{model} is no model folder (no config.json)", "give a Hugging Face folder")
@@ -65,7 +108,7 @@ class CoreProcess:
             self._llm, self.scratch = await asyncio.to_thread(vllm_launch.launch, self.plan)
         try:
             self._watch()
-            self._observe(observe)
+            self._observe()
             await self._llm.get_supported_tasks()
         except BaseException:
             await self.close()
@@ -124,6 +167,13 @@ class CoreProcess:
             raise RollmeshError(f"vLLM answered {method} with {type(reply).__name__}")
         return reply
 
+    async def leave(self, observe: Callable[[Any], None]) -> None:
+        """One of the runs that share it is through; the last one closes it."""
+        self.users -= 1
+        self._observers = [each for each in self._observers if each != observe]
+        if not self.users:
+            await self.close()
+
     async def close(self) -> None:
         llm, self._llm = self._llm, None
         if llm is None:
@@ -151,13 +201,14 @@ class CoreProcess:
         for process in self._llm.engine_core.resources.engine_manager.processes:
             loop.add_reader(process.sentinel, died, process.sentinel)
 
-    def _observe(self, observe: Callable[[Any], None]) -> None:
+    def _observe(self) -> None:
         client = self._llm.engine_core
         receive = client.get_output_async
 
         async def receive_and_observe() -> Any:
             outputs = await receive()
-            observe(outputs)
+            for observe in self._observers:
+                observe(outputs)
             return outputs
 
         client.get_output_async = receive_and_observe

@@ -28,7 +28,7 @@ from rollout_server.engines.base import (
 from rollout_server.engines.request_check import eos_token_ids
 from rollout_server.engines.vllm.arguments import Plan
 from rollout_server.engines.vllm.convert import prompt_logprobs, vllm_parameters
-from rollout_server.engines.vllm.core_process import CoreProcess, dead
+from rollout_server.engines.vllm.core_process import CoreProcess, Seat, dead
 from rollout_server.engines.vllm.outputs import OutputReader
 from rollout_server.engines.vllm.stats import StepMeter
 from services.config.settings import ShadowPlace
@@ -46,61 +46,19 @@ _BYTES_S = 600.0
 _SETTLE_TURNS = 1000
 
 
-class VllmEngine:
-    """`rollout_server.engines.base.Engine` over vLLM.
+class RunEngine:
+    """`rollout_server.engines.base.Engine` of one run, over a core of its own.
 
-    `preload` imports (seconds, any thread) and needs no model; `start` starts the engine core and loads the model. On a
-    CPU `start` holds the event loop for about a second and must run on the main thread, because it forks. `transport` is
-    a name `weight_bus.transports.select` knows. `tensor_parallel`: ranks that the model is split over, each a process
-    of its own where there are several. `given`: further engine arguments (`services.config.engines.vllm`).
-    `shadow`: where a version is staged (`weight_bus.vllm.sets`); `packed`: whether packed copies are kept on a CPU
-    (`weight_bus.vllm.packing`). `adapter`: versions are adapters of `model`, served by vLLM's own low-rank layers; None:
-    whole weights. `keep_experts`: which experts a mixture chooses is told of requests that ask for it. `start_within_s`:
-    for the loaded model to be attached and to generate once.
+    `rollout_server.engines.vllm.shared` has that of a run which shares its core with others.
     """
 
-    def __init__(
-        self,
-        model: Path,
-        *,
-        run_id: str,
-        dtype: str,
-        max_running: int,
-        threads: int,
-        transport: str,
-        seed: int,
-        kv_policy: KvPolicy = "keep",
-        weights_key: str | None = None,
-        file_root: Path | None = None,
-        tensor_parallel: int = 1,
-        trust_remote_code: bool = False,
-        given: Mapping[str, Any] | None = None,
-        start_within_s: float = 600.0,
-        shadow: ShadowPlace = "device",
-        packed: bool = True,
-        adapter: AdapterPlan | None = None,
-        keep_experts: bool = False,
-    ) -> None:
-        plan = Plan(
-            model=model,
-            dtype=dtype,
-            max_running=max_running,
-            seed=seed,
-            kv_policy=kv_policy,
-            tensor_parallel=tensor_parallel,
-            trust_remote_code=trust_remote_code,
-            given=given or {},
-            adapter=adapter,
-        )
-        self.core = CoreProcess(plan, threads=threads, shadow=shadow, packed=packed)
-        self._plan, self._keep_experts = plan, keep_experts
+    def __init__(self, core: CoreProcess, seat: Seat) -> None:
+        self.core, self._seat = core, seat
         self._asked_for: Any = None
         """vLLM's name of the adapter that every request asks for."""
-        self._start_within_s, self._hashed_within = start_within_s, _BYTES_S
-        self._run_id, self._transport, self._weights_key = run_id, transport, weights_key
-        self._file_root = None if file_root is None else str(file_root)
+        self._hashed_within = _BYTES_S
         self._meter = StepMeter()
-        self._outputs = OutputReader(self.core.samples, kv_policy, keep_experts=keep_experts)
+        self._outputs = self._make_reader()
         self._live: dict[str, int] = {}
         """Request id → samples asked for."""
         self.policy_version = 0
@@ -109,6 +67,9 @@ class VllmEngine:
         self._vocabulary = 0
         self.eos_token_ids: tuple[int, ...] = ()
         self.max_model_len = 0
+
+    def _make_reader(self) -> OutputReader:
+        return OutputReader(self.core.samples, self.core.plan.kv_policy, keep_experts=self._seat.keep_experts)
 
     def preload(self) -> None:
         """Import vLLM, which takes most of a start. Blocks; raises UsageError where vLLM is missing."""
@@ -124,34 +85,43 @@ class VllmEngine:
 
     async def _make_ready(self) -> None:
         config = self.core.running().model_config
-        self.eos_token_ids = eos_token_ids(self._plan.model)
+        self.eos_token_ids = eos_token_ids(self.core.plan.model)
         self.max_model_len, self._vocabulary = config.max_model_len, config.get_vocab_size()
         attached = await self._attach()
         self._hashed_within = within(_BYTES_S, attached.total_bytes)
         await self._rehearse()
-        _log.info("engine_ready", engine="vllm", model=str(self._plan.model), weight_bytes=attached.total_bytes)
+        _log.info("engine_ready", engine="vllm", model=str(self.core.plan.model), weight_bytes=attached.total_bytes)
 
     def _observe(self, outputs: Any) -> None:
         self._outputs.prefilled(self._meter.observe(outputs))
 
     async def _attach(self) -> Attached:
-        adapter = self._plan.adapter
-        self._asked_for = None if adapter is None else the_adapter()
+        seat, adapter = self._seat, self._seat.adapter
+        self._asked_for = None if adapter is None else the_adapter(seat.slot)
         return await self.core.call(
             Attached,
             "rollmesh_attach",
-            self._run_id,
-            self._transport,
-            self._plan.kv_policy,
-            self._weights_key,
-            self._file_root,
+            seat.run_id,
+            seat.transport,
+            self.core.plan.kv_policy,
+            seat.weights_key,
+            None if seat.file_root is None else str(seat.file_root),
             None if adapter is None else (adapter.rank, adapter.targets),
-            self._keep_experts,
-            deadline_s=self._start_within_s,
+            seat.keep_experts,
+            seat.slot,
+            deadline_s=seat.start_within_s,
         )
 
+    def _running(self) -> Any:
+        """vLLM's AsyncLLM. Raises NotReadyError where nothing is served."""
+        return self.core.running()
+
+    def _name(self, request_id: str) -> str:
+        """What vLLM knows a request by."""
+        return request_id
+
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
-        llm = self.core.running()
+        llm = self._running()
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -169,7 +139,7 @@ class VllmEngine:
         try:
             prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt)
             collector = await llm.add_request(
-                request.request_id,
+                self._name(request.request_id),
                 prompt,
                 parameters,
                 lora_request=self._asked_for,
@@ -214,16 +184,19 @@ class VllmEngine:
         named = self._live if request_ids is None else request_ids
         found = [request_id for request_id in named if request_id in self._live]
         if found:
-            await self.core.running().abort(found)
+            await self._running().abort([self._name(request_id) for request_id in found])
         return len(found)
 
     async def pause(self, mode: PauseMode) -> None:
-        llm = self.core.running()
+        llm = self._running()
         # Whoever gathers tokens reads at once what there is.
         self._paused.set()
         # The cache is kept: requests in flight continue with the keys and values they have.
         await llm.engine_core.pause_scheduler_async(mode, False)
-        # Outputs of the last step came before the answer, but wait in a queue for another task: let it have its turn.
+        await self._settle(llm)
+
+    async def _settle(self, llm: Any) -> None:
+        """Let readers have what came before the core's last answer: outputs wait in a queue for another task."""
         for _ in range(_SETTLE_TURNS):
             await asyncio.sleep(0)
             if llm.engine_core.outputs_queue.empty():
@@ -232,12 +205,14 @@ class VllmEngine:
         self._meter.break_off()
 
     async def resume(self) -> None:
-        await self.core.running().engine_core.resume_scheduler_async()
+        await self._running().engine_core.resume_scheduler_async()
         self._paused.clear()
 
     async def stage(self, manifest: bytes) -> StageAnswer:
         self._staged = None
-        staged = (await self.core.call(Staged, "rollmesh_stage", manifest, deadline_s=self._hashed_within)).result
+        staged = (
+            await self.core.call(Staged, "rollmesh_stage", manifest, self._seat.slot, deadline_s=self._hashed_within)
+        ).result
         self._staged = staged.version
         return staged
 
@@ -251,16 +226,17 @@ class VllmEngine:
         if version == self.policy_version:
             # Asked again: its answer was lost.
             return CommitAnswer(version=version, flip_ms=0.0, requests_in_flight=len(self._live))
-        committed = await self.core.call(Committed, method, version)
+        committed = await self.core.call(Committed, method, version, self._seat.slot)
         self.policy_version, self._staged = committed.result.version, None
         self._meter.committed(committed.at)
         return committed.result
 
     async def weights_digest(self) -> str:
-        return (await self.core.call(Digest, "rollmesh_digest", deadline_s=self._hashed_within)).result.root_digest
+        told = await self.core.call(Digest, "rollmesh_digest", self._seat.slot, deadline_s=self._hashed_within)
+        return told.result.root_digest
 
     def status(self) -> EngineStatus:
-        unfinished = len(self.core.samples())
+        unfinished = self._unfinished()
         running = min(self._meter.generating, unfinished)
         return EngineStatus(
             name="vllm",
@@ -274,10 +250,13 @@ class VllmEngine:
             failure=self.core.failure(),
             prefill_tokens=self._meter.prefill_tokens,
             staged_version=self._staged,
-            ranks=self._plan.tensor_parallel,
+            ranks=self.core.plan.tensor_parallel,
             # Nothing is told after the last step of the last request.
-            kv_use=self._meter.kv_use if unfinished else 0.0,
+            kv_use=self._meter.kv_use if self.core.samples() else 0.0,
         )
+
+    def _unfinished(self) -> int:
+        return len(self.core.samples())
 
     async def close(self) -> None:
         await self.core.close()
@@ -286,11 +265,67 @@ class VllmEngine:
         """Generate one token: some models load and then kill the core at the first step (a head size without a kernel)."""
         rehearsal = GenerationRequest("rehearsal", [0], SamplingParams(max_tokens=1, ignore_eos=True))
         try:
-            async with asyncio.timeout(self._start_within_s):
+            async with asyncio.timeout(self._seat.start_within_s):
                 await collect(self.generate(rehearsal))
         except (NotReadyError, TimeoutError) as error:
             raise RollmeshError(
-                f"vLLM loaded {self._plan.model} but cannot decode with it",
+                f"vLLM loaded {self.core.plan.model} but cannot decode with it",
                 "its reason is in this log; try --engine torch",
             ) from error
         self._meter = StepMeter()
+
+
+class VllmEngine(RunEngine):
+    """An engine that serves one run.
+
+    `preload` imports (seconds, any thread) and needs no model; `start` starts the engine core and loads the model. On a
+    CPU `start` holds the event loop for about a second and must run on the main thread, because it forks.
+    `tensor_parallel`: ranks that the model is split over, each a process of its own where there are several. `given`:
+    further engine arguments (`services.config.engines.vllm`). `shadow`: where a version is staged (`weight_bus.vllm.sets`);
+    `packed`: whether packed copies are kept on a CPU (`weight_bus.vllm.packing`). `adapter`: versions are adapters of
+    `model`, served by vLLM's own low-rank layers. The rest: `Seat`.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        run_id: str,
+        dtype: str,
+        max_running: int,
+        threads: int,
+        transport: str,
+        seed: int,
+        kv_policy: KvPolicy = "keep",
+        weights_key: str | None = None,
+        file_root: Path | None = None,
+        tensor_parallel: int = 1,
+        trust_remote_code: bool = False,
+        given: Mapping[str, Any] | None = None,
+        start_within_s: float = 600.0,
+        shadow: ShadowPlace = "device",
+        packed: bool = True,
+        adapter: AdapterPlan | None = None,
+        keep_experts: bool = False,
+    ) -> None:
+        plan = Plan(
+            model=model,
+            dtype=dtype,
+            max_running=max_running,
+            seed=seed,
+            kv_policy=kv_policy,
+            tensor_parallel=tensor_parallel,
+            trust_remote_code=trust_remote_code,
+            given=given or {},
+            adapters=() if adapter is None else (adapter,),
+        )
+        seat = Seat(
+            run_id,
+            transport,
+            weights_key,
+            file_root,
+            adapter,
+            keep_experts=keep_experts,
+            start_within_s=start_within_s,
+        )
+        super().__init__(CoreProcess(plan, threads=threads, shadow=shadow, packed=packed), seat)

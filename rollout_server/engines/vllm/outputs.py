@@ -9,14 +9,22 @@ from typing import Any
 from rollout_server.engines.base import GenerationDelta, GenerationRequest
 from rollout_server.engines.vllm.convert import asked_kept, chosen_experts, take_rows, to_delta
 from services.wire.sampling import KvPolicy
+from weight_bus.vllm.protocol import version_in
 
 
 class OutputReader:
     """`samples`: vLLM's own books of unfinished samples, by its ids of them. `keep_experts`: whether these tell which
-    experts were chosen."""
+    experts were chosen. `slot`: which of the versions in a label is the run's; None: there is one run."""
 
-    def __init__(self, samples: Callable[[], Mapping[str, Any]], kv_policy: KvPolicy, *, keep_experts: bool) -> None:
-        self._samples, self._kv_policy, self._keep_experts = samples, kv_policy, keep_experts
+    def __init__(
+        self,
+        samples: Callable[[], Mapping[str, Any]],
+        kv_policy: KvPolicy,
+        *,
+        keep_experts: bool,
+        slot: int | None = None,
+    ) -> None:
+        self._samples, self._kv_policy, self._keep_experts, self._slot = samples, kv_policy, keep_experts, slot
         self._computed_anew: dict[str, list[int]] = {}
         """vLLM's id of a sample → how many tokens it had each time that its prefill was done again."""
 
@@ -60,11 +68,23 @@ class OutputReader:
 
     def _version_starts(self, sample_id: str, completion: Any) -> Sequence[tuple[str, int]]:
         """(label, first token) of each version in a sample so far: on its last output, before that in vLLM's own books."""
+        starts: Sequence[tuple[str, int]] = ()
         if completion.weight_versions is not None:
-            return [(span.version, span.start) for span in completion.weight_versions]
-        state = self._samples().get(sample_id)
-        starts: Sequence[tuple[str, int]] = () if state is None else state.weight_version_starts
-        return starts
+            starts = [(span.version, span.start) for span in completion.weight_versions]
+        else:
+            state = self._samples().get(sample_id)
+            starts = () if state is None else state.weight_version_starts
+        return starts if self._slot is None else own_starts(starts, self._slot)
+
+
+def own_starts(starts: Sequence[tuple[str, int]], slot: int) -> list[tuple[str, int]]:
+    """(label, first token) of one run's versions: where another run's alone changed, the token before goes on."""
+    found: list[tuple[str, int]] = []
+    for label, start in starts:
+        version = str(version_in(label, slot))
+        if not found or found[-1][0] != version:
+            found.append((version, start))
+    return found
 
 
 def _sample_id(internal_id: str, n: int, index: int) -> str:

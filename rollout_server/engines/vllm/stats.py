@@ -7,6 +7,7 @@ and commits are ordered by the engine core's clock, since they arrive here on di
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from rollout_server.engines.step_timing import StepTiming
@@ -32,13 +33,16 @@ class StepMeter:
     def stalls_ms(self) -> list[float]:
         return self._timing.stalls_ms()
 
-    def observe(self, outputs: Any) -> list[str]:
-        """One EngineCoreOutputs message; returns the ids of the requests whose prefill has just ended."""
+    def observe(self, outputs: Any, own: Callable[[str], bool] | None = None) -> list[str]:
+        """One EngineCoreOutputs message; returns the ids of the requests whose prefill has just ended. `own`: which
+        requests count; None: all."""
         if outputs.scheduler_stats is not None:
             self.kv_use = outputs.scheduler_stats.kv_cache_usage
         tokens = generating = 0
         prefilled = []
         for output in outputs.outputs:
+            if own is not None and not own(output.request_id):
+                continue
             sampled = len(output.new_token_ids)
             tokens += sampled
             generating += sampled > 0

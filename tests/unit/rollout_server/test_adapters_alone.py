@@ -11,33 +11,24 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
-from transformers import PreTrainedModel
 
 from rollout_server.engines.base import Engine, GenerationDelta
 from rollout_server.engines.factory import make_engine
 from services.config.checks import check, check_engine
 from services.config.load import load_settings
 from services.config.settings import RunSettings
-from services.config.training.lora import LoraSettings
 from services.wire.errors import RollmeshError, UsageError
 from tests.support.greedy import assert_alike, decode_on, greedy
-from tests.support.model_families import FOR_VLLM, VOCABULARY, make_family
-from trainer.model.adapters import Adapters
-from trainer.model.learner import named_weights
+from tests.support.model_families import VOCABULARY
+from tests.support.trained_adapters import TrainedAdapters
 from trainer.planning.placing import engine_options
-from weight_bus.manifest.adapter import base_digest
-from weight_bus.manifest.computed import computed
-from weight_bus.manifest.manifest import Adapter, encode_manifest
-from weight_bus.publisher.publisher import Publisher
-from weight_bus.transports.shm import ShmExporter
+from weight_bus.manifest.manifest import encode_manifest
 
 UPDATES = 50
 EXACT = 1e-5
 RANK, ALPHA = 4, 12
 """alpha / rank is no power of two, and the rank none that vLLM has kernels of."""
 READ_SHARE, PAGE = 0.55, 4096
-SIZES = {**FOR_VLLM, "num_key_value_heads": 2}
 
 
 @dataclass(frozen=True)
@@ -77,38 +68,11 @@ CASES = [
 ]
 
 
-class Trained:
-    """A model with adapters, as a trainer has it, and its publisher. `folder` holds the base."""
-
-    def __init__(self, case: Case, folder: Path, run_id: str) -> None:
-        self.case, self.folder = case, folder
-        self._model = make_family(case.family, SIZES).requires_grad_(True)
-        self._model.save_pretrained(folder)
-        self._adapters = Adapters(self._model, LoraSettings(rank=RANK, alpha=ALPHA, targets=case.targets), seed=3)
-        self._numbers = torch.Generator().manual_seed(2)
-        of = Adapter(base_digest=base_digest(folder), rank=RANK, alpha=ALPHA)
-        self.publisher = Publisher(run_id, self._adapters.alone(), "float32", ShmExporter(run_id), 1 << 14, adapter=of)
-
-    def train(self) -> None:
-        with torch.no_grad():
-            for parameter in self._model.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn(parameter.shape, generator=self._numbers), alpha=0.02)
-
-    def publish(self, version: int) -> Any:
-        return self.publisher.publish(version, self._adapters.alone()).manifest()
-
-    def save_merged(self, folder: Path) -> PreTrainedModel:
-        state = self._model.state_dict()
-        live = {name: state[name] for name in named_weights(self._model)}
-        merged = {name: computed(tensor) for name, tensor in self._adapters.merged(live).items()}
-        plain = make_family(self.case.family, SIZES)
-        plain.load_state_dict(merged, strict=False)
-        plain.save_pretrained(folder)
-        return plain
+def trained_of(case: Case, folder: Path, run_id: str) -> TrainedAdapters:
+    return TrainedAdapters(folder, run_id, rank=RANK, alpha=ALPHA, targets=case.targets, family=case.family)
 
 
-async def updated(case: Case, trained: Trained, run_id: str) -> list[GenerationDelta]:
+async def updated(case: Case, trained: TrainedAdapters, run_id: str) -> list[GenerationDelta]:
     engine = make_engine(case.engine, trained.folder, run_id, case.settings)  # type: ignore[arg-type]
     whole = sum(path.stat().st_size for path in trained.folder.glob("*.safetensors"))
     try:
@@ -138,7 +102,7 @@ async def updated(case: Case, trained: Trained, run_id: str) -> list[GenerationD
         trained.publisher.close()
 
 
-async def _goes_back(engine: Engine, trained: Trained) -> None:
+async def _goes_back(engine: Engine, trained: TrainedAdapters) -> None:
     """One more version, a rollback from it, and versions that this engine must not serve."""
     last = await engine.weights_digest()
     trained.train()
@@ -198,7 +162,7 @@ def test_what_an_engine_is_counted_to_hold_beside_its_weights(overrides: list[st
 @pytest.mark.parametrize("case", CASES)
 async def test_after_many_adapters_an_engine_answers_as_one_with_the_last_merged(case: Case, tmp_path: Path) -> None:
     run_id = f"adapters-{uuid.uuid4().hex[:8]}"
-    trained = Trained(case, tmp_path / "base", run_id)
+    trained = trained_of(case, tmp_path / "base", run_id)
     found = await updated(case, trained, run_id)
     # The trainer's own sum, of the last version that was committed: what was trained after it is taken back.
     expected = await _merged(case, tmp_path)
@@ -206,7 +170,7 @@ async def test_after_many_adapters_an_engine_answers_as_one_with_the_last_merged
 
 
 async def _merged(case: Case, tmp_path: Path) -> list[GenerationDelta]:
-    again = Trained(case, tmp_path / "again", "again")
+    again = trained_of(case, tmp_path / "again", "again")
     for _ in range(UPDATES):
         again.train()
     again.publisher.close()

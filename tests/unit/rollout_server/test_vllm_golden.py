@@ -171,7 +171,7 @@ def test_vllm_makes_of_them_the_configuration_of_the_golden_files(model: Path) -
     for name in on_gpus:
         settings, placement = resolved(CASES[name], model)
         devices = devices_of(settings, placement, model)["rollout-server-0"]["CUDA_VISIBLE_DEVICES"]
-        plans[name] = devices, engine_of(settings, model)._plan
+        plans[name] = devices, engine_of(settings, model).core.plan
     found = configured_on_gpus(plans)
     if WRITE:
         for name in on_gpus:

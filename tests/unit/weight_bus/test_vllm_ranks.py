@@ -117,7 +117,7 @@ def test_all_ranks_flip_in_one_call_and_the_label_follows() -> None:
     executor = Executor(rollmesh_flip=[committed(7), committed(7)])
     flipping = core(executor)
     assert isinstance(decode_reply(vllm_core.commit(flipping, 7)), Committed)
-    assert (flipping.labels, executor.calls) == (["7"], [("rollmesh_flip", (7, 2))])
+    assert (flipping.labels, executor.calls) == (["7"], [("rollmesh_flip", (7, 2, 1))])
 
 
 def test_where_one_rank_did_not_flip_the_others_go_back() -> None:
@@ -134,7 +134,7 @@ def test_ranks_in_other_processes_are_asked_until_the_last_is_done() -> None:
     staging = core(executor)
     reply = decode_reply(vllm_core.stage(staging, b"manifest"))  # type: ignore[arg-type]
     assert isinstance(reply, Pending)
-    assert executor.calls == [("rollmesh_start", (reply.ticket, "rollmesh_stage", (b"manifest", 1)))]
+    assert executor.calls == [("rollmesh_start", (reply.ticket, "rollmesh_stage", (b"manifest", 1, 1)))]
     assert decode_reply(vllm_core.poll(staging, reply.ticket)) == reply
     executor.answers["rollmesh_poll"] = [staged(), staged()]
     assert isinstance(decode_reply(vllm_core.poll(staging, reply.ticket)), Staged)
