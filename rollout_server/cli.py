@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,12 @@ from services.config import options
 from services.wire.errors import UsageError
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from rollout_server.engines.factory import EngineClass
+    from services.config.fleet import RunOptions
+    from services.config.settings import RunSettings
+    from services.http.startup import ProcessContext
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 vllm_app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -59,66 +65,82 @@ def rollout_server(
     weights_key_file: options.WeightsKeyFile = None,
     redis_password_file: options.RedisPasswordFile = None,
     tls_dir: options.TlsDir = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OPTION=VALUE,…",
+            help="A further run whose adapters this engine serves, on a port of its own (docs/lora.md): "
+            "run-id=b,port=8101,config=b.toml,bus-url=http://…; may be repeated",
+        ),
+    ] = None,
 ) -> None:
     from services.host.process import begin_again_with_tunables
 
     begin_again_with_tunables()
 
-    from services.config.checks import check_dtype, check_engine
+    from contextlib import ExitStack
+
+    from services.config.fleet import RunOptions, check_fleet, run_beside
     from services.host.engine_choice import choose_engine
     from services.host.models import folder_meant
     from services.host.process import heavy_imports
-    from services.host.vllm_arguments import check_arguments
     from services.http.app import Stop, serve
-    from services.http.startup import read_context
+    from services.http.together import Served, serve_together
     from services.security.keys import read_key
     from services.security.tls import read_trust
     from weight_bus.transports.environment import set_wire
 
     if engine is not None:
         _chosen(engine, url, engine_key_file)
-    context = read_context(
-        "rollout-server",
-        run_id,
-        server_id,
+    first = RunOptions(
+        run_id=run_id,
+        port=port,
+        redis_url=redis_url,
         config=config,
+        bus_url=bus_url,
+        own_url=own_url,
         keys_dir=keys_dir,
-        key_files={"agent": agent_key_file, "weights": weights_key_file, "redis": redis_password_file},
-        tls_dir=tls_dir,
+        agent_key_file=agent_key_file,
+        bus_key_file=bus_key_file,
+        weights_key_file=weights_key_file,
+        redis_password_file=redis_password_file,
     )
-    settings, keys, tls = context.settings, context.keys, context.tls
-    name = _chosen(engine or choose_engine(settings.engine), url, engine_key_file)
+    told = [first, *(run_beside(text, first) for text in also or [])]
+    contexts = [_context(each, server_id, tls_dir) for each in told]
+    name = _chosen(engine or choose_engine(contexts[0].settings.engine), url, engine_key_file)
     # Before anything slow.
     model = folder_meant(model)
-    check_engine(settings, name)
-    check_dtype(settings)
-    set_wire(settings.weights)
-    check_arguments(settings.rollout.vllm.arguments())
-    bus_key = keys.peer if bus_key_file is None else read_key(bus_key_file)
+    if len(told) > 1:
+        check_fleet({each.run_id: own.settings for each, own in zip(told, contexts, strict=True)}, name)
+    for own in contexts:
+        _check(own.settings, name)
+    set_wire(contexts[0].settings.weights)
     engine_key = None if engine_key_file is None else read_key(engine_key_file)
-    own_url = tls.own_url(host, port, own_url)
-    bus_url = None if bus_url is None else tls.trust.address(bus_url)
-    redis_url = context.redis_url(redis_url, check=True)
-    listener = context.open_port(host, port)
+    runs = [_open(each, own, host) for each, own in zip(told, contexts, strict=True)]
 
-    seed = _seed_of(settings.seed, server_id)
+    seed = _seed_of(contexts[0].settings.seed, server_id)
     with heavy_imports():
-        from rollout_server.engines.factory import make_engine
+        from rollout_server.engines.factory import SharingRun, make_engine, make_shared_engines
 
-        policy = make_engine(
-            name,
-            model,
-            run_id,
-            settings,
-            seed=seed,
-            url=url,
-            key=engine_key,
-            weights_key=keys.weights,
-            # The engine behind --url may be anybody's.
-            trust=read_trust(tls_dir, public=True),
-            own_process=True,
-        )
-        preload = getattr(policy, "preload", None)
+        if len(told) > 1:
+            sharing = [SharingRun(run.run_id, run.context.settings, run.context.keys.weights) for run in runs]
+            engines = make_shared_engines(model, sharing, seed=seed)
+        else:
+            made = make_engine(
+                name,
+                model,
+                run_id,
+                contexts[0].settings,
+                seed=seed,
+                url=url,
+                key=engine_key,
+                weights_key=contexts[0].keys.weights,
+                # The engine behind --url may be anybody's.
+                trust=read_trust(tls_dir, public=True),
+                own_process=True,
+            )
+            engines = [made]
+        preload = getattr(engines[0], "preload", None)
         if preload is not None:
             preload()
         from rollout_server.app import make_rollout_app
@@ -129,23 +151,93 @@ def rollout_server(
         if name == "torch" and has_template(model):
             # What renders chats needs it, and the first one would wait: 2 s, and longer on a busy machine.
             from transformers import AutoTokenizer  # noqa: F401
-    plan = ServerPlan(
-        run_id=run_id,
-        server_id=server_id,
-        url=own_url,
-        redis_url=redis_url,
-        model=model,
-        settings=settings,
-        keys=keys,
-        trust=tls.trust,
-        tracing=context.tracing,
+    services = []
+    for run, policy in zip(runs, engines, strict=True):
+        context = run.context
+        plan = ServerPlan(
+            run_id=run.run_id,
+            server_id=server_id,
+            url=run.url,
+            redis_url=run.redis_url,
+            model=model,
+            settings=context.settings,
+            keys=context.keys,
+            trust=context.tls.trust,
+            tracing=context.tracing,
+        )
+        # A heartbeat that fails is repeated by its owner, so one try may be short.
+        bus = (
+            None
+            if run.bus_url is None
+            else BusClient(run.bus_url, run.run_id, deadline_s=2.0, key=run.bus_key, trust=context.tls.trust)
+        )
+        stop = Stop()
+        app = make_rollout_app(plan, policy, bus, stop)
+        services.append(Served(run.run_id, app, run.listener, stop, context.tls.identity))
+    with ExitStack() as traces:
+        for own in contexts:
+            traces.enter_context(own.tracing)
+        if len(services) > 1:
+            serve_together(services)
+        else:
+            [only] = services
+            serve(only.app, host, port, listener=only.listener, stop=only.stop, identity=only.identity)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run's part of a rollout server, before there is an engine."""
+
+    run_id: str
+    context: ProcessContext
+    url: str
+    bus_url: str | None
+    bus_key: str | None
+    redis_url: str
+    listener: socket
+
+
+def _context(told: RunOptions, server_id: str, tls_dir: Path | None) -> ProcessContext:
+    from services.http.startup import read_context
+
+    return read_context(
+        "rollout-server",
+        told.run_id,
+        server_id,
+        config=told.config,
+        keys_dir=told.keys_dir,
+        key_files={
+            "agent": told.agent_key_file,
+            "weights": told.weights_key_file,
+            "redis": told.redis_password_file,
+        },
+        tls_dir=tls_dir,
     )
-    # A heartbeat that fails is repeated by its owner, so one try may be short.
-    bus = None if bus_url is None else BusClient(bus_url, run_id, deadline_s=2.0, key=bus_key, trust=tls.trust)
-    stop = Stop()
-    app = make_rollout_app(plan, policy, bus, stop)
-    with context.tracing:
-        serve(app, host, port, listener=listener, stop=stop, identity=tls.identity)
+
+
+def _check(settings: RunSettings, engine: EngineClass) -> None:
+    from services.config.checks import check_dtype, check_engine
+    from services.host.vllm_arguments import check_arguments
+
+    check_engine(settings, engine)
+    check_dtype(settings)
+    check_arguments(settings.rollout.vllm.arguments())
+
+
+def _open(told: RunOptions, context: ProcessContext, host: str) -> _Run:
+    """Bind its port, and see that its Redis can hold it."""
+    from services.security.keys import read_key
+
+    tls = context.tls
+    return _Run(
+        told.run_id,
+        context,
+        url=tls.own_url(host, told.port, told.own_url),
+        bus_url=None if told.bus_url is None else tls.trust.address(told.bus_url),
+        bus_key=context.keys.peer if told.bus_key_file is None else read_key(told.bus_key_file),
+        redis_url=context.redis_url(told.redis_url, check=True),
+        listener=context.open_port(host, told.port),
+    )
 
 
 @vllm_app.command(

@@ -7,7 +7,7 @@ import json
 import math
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from http import HTTPStatus
 from typing import Any
 
@@ -204,10 +204,14 @@ class Stop:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, stop: Stop) -> None:
+    def __init__(self, config: uvicorn.Config, stop: Stop, *, takes_signals: bool) -> None:
         super().__init__(config)
         self._stop = stop
+        self._takes_signals = takes_signals
         stop.attach(self._request_exit)
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return super().capture_signals() if self._takes_signals else nullcontext()
 
     def _request_exit(self) -> None:
         self.should_exit = True
@@ -224,10 +228,12 @@ def make_server(
     shutdown_s: int = SHUTDOWN_S,
     identity: Identity | None = None,
     bounds: Bounds = BOUNDS,
+    takes_signals: bool = True,
 ) -> uvicorn.Server:
     """The server of `app`, to be run on a socket from `open_port`; at its end, calls in flight have `shutdown_s` left.
 
     `identity`: the certificate for HTTPS; None: plain HTTP. `bounds`: what callers may cost before they show a key.
+    `takes_signals`: whether SIGTERM and Ctrl-C end it; else whoever runs it sees to that.
     """
     config = uvicorn.Config(
         app,
@@ -245,7 +251,7 @@ def make_server(
         ssl_certfile=None if identity is None else identity.certificate,
         ssl_keyfile=None if identity is None else identity.key,
     )
-    return _Server(config, stop)
+    return _Server(config, stop, takes_signals=takes_signals)
 
 
 def serve(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.config.training.lora import LoraSettings
 from tests.support.model_families import FOR_VLLM, Sizes, make_family
@@ -21,7 +21,7 @@ SIZES = {**FOR_VLLM, "num_key_value_heads": 2, "max_position_embeddings": 512}
 
 
 class TrainedAdapters:
-    """`folder` gets the base, unless it has it. `numbers`: what the steps are drawn from."""
+    """`folder` has the base, or gets one of `family`. `numbers`: what the steps are drawn from."""
 
     def __init__(
         self,
@@ -36,9 +36,10 @@ class TrainedAdapters:
         sizes: Sizes = SIZES,
     ) -> None:
         self.folder, self._family = folder, family
-        self._model = make_family(family, sizes).requires_grad_(True)
         if not (folder / "config.json").exists():
-            self._model.save_pretrained(folder)
+            make_family(family, sizes).save_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._model: PreTrainedModel = model.eval().requires_grad_(True)
         self._adapters = Adapters(self._model, LoraSettings(rank=rank, alpha=alpha, targets=targets), seed=3)
         self._numbers = torch.Generator().manual_seed(numbers)
         of = Adapter(base_digest=base_digest(folder), rank=rank, alpha=alpha)

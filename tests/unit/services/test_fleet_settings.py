@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from services.config.fleet import check_fleet
+from services.config.fleet import RunOptions, check_fleet, run_beside
 from services.config.load import load_settings
 from services.wire.errors import UsageError
 
@@ -33,3 +35,38 @@ def test_runs_that_cannot_are_refused_by_name(engine: str, other: list[str], com
     runs = {"a": load_settings(None, ADAPTERS), "b": load_settings(None, [*ADAPTERS, *other])}
     with pytest.raises(UsageError, match=complaint):
         check_fleet(runs, engine)
+
+
+FIRST = RunOptions("a", 8100, "redis://127.0.0.1/0", Path("a.toml"), "http://127.0.0.1:8200", keys_dir=Path("keys"))
+
+
+def test_a_further_run_has_what_it_names_and_the_first_ones_redis_and_keys() -> None:
+    named = run_beside("run-id=b,port=8101,config=runs/b/config.toml,bus-url=http://127.0.0.1:8210", FIRST)
+    expected = RunOptions(
+        "b",
+        8101,
+        "redis://127.0.0.1/0",
+        Path("runs/b/config.toml"),
+        "http://127.0.0.1:8210",
+        keys_dir=Path("keys"),
+    )
+    assert named == expected
+    assert run_beside("run-id=b,port=8101,config=b.toml", FIRST).bus_url is None
+    assert run_beside("run-id=b,port=8101,config=b.toml,keys-dir=other", FIRST).keys_dir == Path("other")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("run-id=b,port=8101", "which config"),
+        ("run-id=b,config=b.toml", "which port"),
+        ("run-id=b,port=high,config=b.toml", "port=high is no port"),
+        ("run-id=b,port=8101,config=b.toml,engine=torch", "no option 'engine'"),
+        ("run-id=b,port=8101,config=", "config has no value"),
+        ("run-id=b,run-id=c,port=8101,config=b.toml", "run-id comes twice"),
+        ("", "no option ''"),
+    ],
+)
+def test_a_further_run_that_is_not_whole_is_refused(text: str, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        run_beside(text, FIRST)
