@@ -53,9 +53,6 @@ def settings_of(rank: int, targets: str, *more: str) -> RunSettings:
     return load_settings(None, [*(f"{name}={value}" for name, value in given.items()), *more])
 
 
-A, B = settings_of(4, "all-linear"), settings_of(2, '["q_proj", "v_proj", "down_proj"]')
-
-
 @dataclass
 class Run:
     """One of the runs, what it serves and has served. `newest`: the number of the last version that was published."""
@@ -151,9 +148,13 @@ async def fleet_of(folder: Path, settings: Sequence[RunSettings], sizes: Sizes =
             each.publisher.close()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    async with fleet_of(tmp_path_factory.mktemp("shared") / "base", (A, B)) as made:
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["alone", "two-ranks"]
+)
+async def fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
+    ranks = f"rollout.tensor_parallel={request.param}"
+    settings = settings_of(4, "all-linear", ranks), settings_of(2, '["q_proj", "v_proj", "down_proj"]', ranks)
+    async with fleet_of(tmp_path_factory.mktemp("shared") / "base", settings) as made:
         await made.start()
         yield made
 
@@ -230,6 +231,29 @@ async def alone(folder: Path, run: Run) -> list[GenerationDelta]:
         await fresh.close()
 
 
+async def check_cached_prefixes(own: Run, other: Run) -> None:
+    """A run's commit makes cached prefixes of its older version unknown, and another's takes none away."""
+
+    async def computed() -> int:
+        before = own.engine.status().prefill_tokens
+        request = GenerationRequest("again", list(range(2, 62)) * 2, SamplingParams(max_tokens=1))
+        await asyncio.wait_for(collect(own.engine.generate(request)), 60.0)
+        return own.engine.status().prefill_tokens - before
+
+    first = await computed()
+    assert first > 60
+    assert await computed() < 60
+    await other.update()
+    assert await computed() < 60
+    await own.update()
+    assert await computed() == first
+
+
+async def test_cached_prefixes_are_of_a_runs_own_version(fleet: Fleet) -> None:
+    await check_cached_prefixes(fleet.a, fleet.b)
+    await check_cached_prefixes(fleet.b, fleet.a)
+
+
 async def test_a_rollback_and_a_refused_version_are_one_runs_own(fleet: Fleet) -> None:
     a, b = fleet.a, fleet.b
     await a.update()
@@ -295,9 +319,11 @@ async def test_a_run_that_leaves_or_comes_takes_nothing_from_the_other(tmp_path:
         # A second base, or a second set of packed copies, would be as much again.
         assert _bytes_of_core() - before < 0.4 * base_bytes
 
+        await check_cached_prefixes(b, a)
+
         of_a, of_b = Reading(), Reading()
         reading_a = asyncio.create_task(of_a.read(a.engine, "long", LONG))
-        reading_b = asyncio.create_task(of_b.read(b.engine, "long", 60))
+        reading_b = asyncio.create_task(of_b.read(b.engine, "long", LONG))
         await until(lambda: bool(of_a.tokens and of_b.tokens), 30.0)
         computed_a, computed_b = (each.engine.status().prefill_tokens for each in (a, b))
         await a.update()
@@ -315,7 +341,7 @@ async def test_a_run_that_leaves_or_comes_takes_nothing_from_the_other(tmp_path:
             await a.ask("late", 4)
         digest = await b.update()
         found = await asyncio.wait_for(reading_b, 60.0)
-        assert [span.version for span in found.versions] == [0, B_BEGINS]
+        assert [span.version for span in found.versions] == b.versions[-2:]
         assert await b.engine.weights_digest() == digest
         core = _core()
         await b.engine.close()
