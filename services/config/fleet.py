@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from services.config.base import Section
 from services.config.settings import RunSettings
 from services.wire.errors import UsageError
 
@@ -102,4 +103,5 @@ def check_fleet(runs: Mapping[str, RunSettings], engine: str) -> None:
 
 def _read(settings: RunSettings, name: str) -> Any:
     section, _, field = name.partition(".")
-    return getattr(getattr(settings, section), field)
+    value = getattr(getattr(settings, section), field)
+    return value.model_dump(exclude_defaults=True) if isinstance(value, Section) else value

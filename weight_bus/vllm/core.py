@@ -137,7 +137,9 @@ def _prepare(core: Any, kv_policy: KvPolicy, *, experts: bool) -> None:
 
 def detach(core: Any, slot: int) -> bytes:
     """A run of several has ended: nothing is staged into its slot any more. Its requests are to have ended before."""
-    core.rollmesh_paused.resume(slot)
+    paused: PausedRuns | None = getattr(core, "rollmesh_paused", None)
+    if paused is not None:
+        paused.resume(slot)
     return agree(core.model_executor.collective_rpc("rollmesh_detach", args=(slot,)))
 
 

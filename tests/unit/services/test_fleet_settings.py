@@ -27,7 +27,11 @@ def test_runs_that_differ_in_their_adapters_share_a_server() -> None:
         ("vllm", ["model.path=elsewhere"], "run b has model.path=elsewhere, and run a, on the same server, base"),
         ("vllm", ["model.dtype=bfloat16"], "model.dtype=bfloat16"),
         ("vllm", ["rollout.kv_policy=keep"], "rollout.kv_policy=keep"),
-        ("vllm", ["rollout.vllm.max_model_len=64"], "rollout.vllm"),
+        (
+            "vllm",
+            ["rollout.vllm.max_model_len=64"],
+            r"rollout.vllm=\{'max_model_len': 64\}, and run a, .* \{\}",
+        ),
         ("vllm", ["weights.transport=shm"], "weights.transport=shm"),
     ],
 )
