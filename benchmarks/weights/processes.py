@@ -32,7 +32,7 @@ from benchmarks.weights.arms import (
     TimePublishing,
     ToPublisher,
 )
-from benchmarks.weights.engine import broadcast, make_group
+from benchmarks.weights.in_place import broadcast, make_group
 from services.host.aio import first_failure
 from services.wire.errors import RollmeshError
 from weight_bus.manifest.layout import DEFAULT_BUCKET_BYTES

@@ -41,7 +41,13 @@ def called(command: str) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize("keys", [False, True], ids=["open", "keys, TLS and a Redis of the user's"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param(False, id="open"),
+        pytest.param(True, id="keys, TLS and a Redis of the user's", marks=pytest.mark.slow),
+    ],
+)
 def test_one_command_serves_a_model_and_prints_a_call_that_works(
     keys: bool, redis_url: str, tiny_policy: Path, tmp_path: Path
 ) -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from tests.support.mesh_command import Running, running_up, summary_of, warm_start
 from tests.support.trace_receiver import TakenSpan, TraceReceiver, receiving_traces
+from trainer.metrics.files import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-STEPS = 8
+STEPS, K = 8, 2
 GIVEN_UP, CALLER = "s-given-up", "00-11112222333344445555666677778888-aaaabbbbccccdddd-01"
 SERVERS = {"s0", "s1"}
 
@@ -32,7 +33,7 @@ def test_an_episode_leads_to_a_step_and_to_the_commits_that_followed(
     monkeypatch.setenv("ROLLMESH_LOG_JSON", "1")
     run_dir = tmp_path / "run"
     with receiving_traces() as receiver:
-        small = ["evaluation.problems=32", "rollout.groups_per_step=4", warm_start()]
+        small = ["evaluation.problems=32", "rollout.groups_per_step=4", f"k={K}", warm_start()]
         traces = ["telemetry.traces=otlp", f"telemetry.traces_endpoint={receiver.endpoint}"]
         with running_up(run_dir, "--engine", "torch", "--servers", "2", "--steps", str(STEPS), *small, *traces) as mesh:
             mesh.wait_for_steps(1, 240.0)
@@ -45,16 +46,21 @@ def test_an_episode_leads_to_a_step_and_to_the_commits_that_followed(
     summary = summary_of(run_dir)
     assert sum(step.facts["rollmesh.trajectories"] for step in steps.values()) == summary["trajectories_trained"]
     assert {span.run for span in receiver.spans()} == {summary["run_id"]}
+    left_out = {line.version: line.masked_tokens for line in read_metrics(run_dir / "metrics.jsonl")}
     for version, step in steps.items():
         assert len(step.links) == step.facts["rollmesh.groups"] == 4
-        for link in step.links:
-            check_way_from_the_runner(receiver, link, version)
+        over = sum(check_way_from_the_runner(receiver, link, version) for link in step.links)
+        assert over <= left_out[version]
         check_way_to_the_engines(receiver, step, version)
     check_logs(run_dir, summary["run_id"], {span.trace for span in receiver.spans()})
 
 
-def check_way_from_the_runner(receiver: TraceReceiver, link: tuple[str, str], version: int) -> None:
-    """From the group's first call in the runner's process to the tokens that the step of `version` learned from."""
+def check_way_from_the_runner(receiver: TraceReceiver, link: tuple[str, str], version: int) -> int:
+    """From the group's first call in the runner's process to the tokens that the step of `version` took.
+
+    Returns how many of them were over K for certain: a group that others overtook may be, and then its tokens are no part
+    of the loss.
+    """
     trace = receiver.trace(link[0])
     (opened,) = [span for span in trace if span.span == link[1]]
     assert (opened.service, opened.name) == ("rollmesh-rollout-server", "POST /groups")
@@ -64,7 +70,7 @@ def check_way_from_the_runner(receiver: TraceReceiver, link: tuple[str, str], ve
     ]
     sampled = [span for span in trace if span.name == "rollout.generate"]
     assert sum(span.facts["rollmesh.samples"] for span in sampled) == 8
-    assert 0 <= version - 1 - max(span.facts["rollmesh.version"] for span in sampled) <= 2
+    assert all(span.facts["rollmesh.version"] < version for span in sampled)
     for span in sampled:
         assert span.facts["rollmesh.tokens"] > 0 and span.instance in SERVERS
         above = receiver.way_up(span)
@@ -77,6 +83,8 @@ def check_way_from_the_runner(receiver: TraceReceiver, link: tuple[str, str], ve
         assert above[-1].facts["rollmesh.group"] == span.facts["rollmesh.group"]
         # One clock: what is below lies within what is above.
         assert all(each.start <= span.start and span.end <= each.end for each in above)
+    late = [span for span in sampled if version - 1 - span.facts["rollmesh.version"] > K]
+    return sum(span.facts["rollmesh.tokens"] for span in late)
 
 
 def check_way_to_the_engines(receiver: TraceReceiver, step: TakenSpan, version: int) -> None:

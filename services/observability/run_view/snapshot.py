@@ -14,18 +14,18 @@ from services.wire.run_metrics import Sample, StepMetrics
 
 @dataclass
 class History:
-    """A figure of each step so far. `ends`: when the step had been made, Unix seconds."""
+    """A figure of each step so far. `took_s`: seconds from the step before it, less those that the run stood still."""
 
     success: list[float] = field(default_factory=list)
     reward: list[float] = field(default_factory=list)
     length: list[float] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
+    took_s: list[float] = field(default_factory=list)
 
     def add(self, line: StepMetrics) -> None:
         self.success.append(line.success)
         self.reward.append(line.reward)
         self.length.append(line.response_length)
-        self.ends.append(line.time)
+        self.took_s.append(line.step_ms / 1e3)
 
 
 @dataclass(frozen=True)
@@ -59,4 +59,4 @@ class Snapshot:
     @property
     def left_s(self) -> float | None:
         """Seconds until the last step, by the pace of the last ones; None where there is no pace yet."""
-        return left_s(self.history.ends, self.steps) if self.phase.name == "training" else None
+        return left_s(self.history.took_s, self.steps) if self.phase.name == "training" else None

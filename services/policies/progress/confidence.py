@@ -7,7 +7,8 @@ from functools import cache
 from math import atan, cos, pi, sin, sqrt
 from statistics import fmean, stdev
 
-LEVEL = 0.95
+from services.policies.training.evaluation import LEVEL
+
 FEWEST = 3
 """Runs of which an interval says something: of two it is some thirteen times as wide as they are apart."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 PhaseName = Literal["starting", "evaluation before training", "training", "evaluation after training"]
@@ -84,9 +85,12 @@ LOOKED_BACK = 20
 """Steps that a pace is measured on: the first ones wait for things that come once."""
 
 
-def left_s(ends: Sequence[float], steps: int) -> float | None:
-    """Seconds until the last of `steps`. `ends`: when each step so far had been made (seconds); None with fewer than 2."""
-    if len(ends) < 2:
+def left_s(took_s: Sequence[float], steps: int) -> float | None:
+    """Seconds until the last of `steps`. `took_s`: what each step so far took; None with fewer than 2.
+
+    Time in which the run stood still, until it was resumed, is no part of a step. The first step is left out: it waits for
+    the first rollouts.
+    """
+    if len(took_s) < 2:
         return None
-    newest = ends[-LOOKED_BACK - 1 :]
-    return max(0.0, (newest[-1] - newest[0]) / (len(newest) - 1) * (steps - len(ends)))
+    return max(0.0, fmean(took_s[1:][-LOOKED_BACK:]) * (steps - len(took_s)))

@@ -245,6 +245,7 @@ async def test_groups_that_nobody_asks_for_are_taken_over_expire_and_give_their_
     assert await pair.second.redis.hgetall(owners) == {}
 
 
+@pytest.mark.slow
 async def test_a_group_whose_journal_cannot_be_read_hinders_no_other(pair: Pair) -> None:
     keys, redis = RunKeys(pair.second.run_id), pair.second.redis
     for number in range(4):

@@ -30,6 +30,7 @@ async def told(http: httpx.AsyncClient, path: str) -> Any:
     return answer.json()
 
 
+@pytest.mark.slow
 async def test_a_thousand_rollouts_are_told_as_the_stream_had_them(tmp_path: Path) -> None:
     folder = make_run(tmp_path, "run", steps=2)
     given = write_steps(folder.rollouts, range(1, 101))

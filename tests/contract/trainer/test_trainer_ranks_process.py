@@ -35,6 +35,7 @@ def is_rank(process: psutil.Process, run_id: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 async def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_with_one(mesh: TrainerMesh) -> None:
     batches = mesh.steps_of_groups(STEPS)
     on_ranks(mesh, 2)

@@ -92,7 +92,11 @@ async def test_a_snapshot_of_training_has_curves_a_sample_and_what_is_left(
     redis_url: str, run_id: str, tmp_path: Path
 ) -> None:
     folder = RunFolder(tmp_path)
-    lines = [step_line(step, time=100.0 + 2 * step, success=step / 10, reward=1.0) for step in range(1, 7)]
+    # Between the third and the fourth it stood still, and was resumed.
+    ends = [102.0, 104.0, 106.0, 9000.0, 9002.0, 9004.0]
+    lines = [
+        step_line(step, time=ends[step - 1], step_ms=2000.0, success=step / 10, reward=1.0) for step in range(1, 7)
+    ]
     folder.metrics.write_bytes(b"\n".join(lines) + b"\n")
     redis = connect(redis_url)
     async with httpx.AsyncClient() as http:

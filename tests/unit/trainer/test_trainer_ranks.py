@@ -66,7 +66,7 @@ def settings_of(option: str) -> dict[str, Any]:
         ("plain", "experts on 2 data of 2 replicas"),
         ("balanced experts", "experts on 2 data, 2 context"),
         ("adapters", "experts on 2 tensor"),
-        ("reference", "experts on 2 tensor, 2 data"),
+        pytest.param("reference", "experts on 2 tensor, 2 data", marks=pytest.mark.slow),
         ("balanced experts", "2 tensor"),
     ],
 )
