@@ -101,11 +101,7 @@ class CoreProcess:
         if not (model / "config.json").exists():
             raise UsageError(f"{model} is no model folder (no config.json)", "give a Hugging Face folder")
         self.preload()
-        if vllm_launch.on_cpu():
-            # Here, not on a thread: it forks, and a fork copies the locks that other threads hold.
-            self._llm, self.scratch = vllm_launch.launch(self.plan)
-        else:
-            self._llm, self.scratch = await asyncio.to_thread(vllm_launch.launch, self.plan)
+        self._llm, self.scratch = await self._make()
         try:
             self._watch()
             self._observe()
@@ -113,6 +109,13 @@ class CoreProcess:
         except BaseException:
             await self.close()
             raise
+
+    async def _make(self) -> tuple[Any, Path]:
+        """AsyncLLM and its scratch folder."""
+        if vllm_launch.on_cpu():
+            # Here, not on a thread: it forks, and a fork copies the locks that other threads hold.
+            return vllm_launch.launch(self.plan)
+        return await asyncio.to_thread(vllm_launch.launch, self.plan)
 
     @property
     def is_open(self) -> bool:

@@ -286,6 +286,8 @@ class VllmEngine(RunEngine):
     `model`, served by vLLM's own low-rank layers. The rest: `Seat`.
     """
 
+    core_kind = CoreProcess
+
     def __init__(
         self,
         model: Path,
@@ -328,4 +330,4 @@ class VllmEngine(RunEngine):
             keep_experts=keep_experts,
             start_within_s=start_within_s,
         )
-        super().__init__(CoreProcess(plan, threads=threads, shadow=shadow, packed=packed), seat)
+        super().__init__(self.core_kind(plan, threads=threads, shadow=shadow, packed=packed), seat)
