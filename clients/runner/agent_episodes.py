@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import structlog
 
 from clients.environments.base import AgentEndpoint, AgentEnvironment, Ended, Problem, describe
@@ -100,12 +101,17 @@ async def play_apart(
     problems: Sequence[Problem],
     sampling: SamplingBody,
     limits: EpisodeLimits,
+    *,
+    shown: int = 0,
 ) -> list[Played | Lost]:
-    """Play `problems[i]` in session `i`; no session is open any more when this returns or is cancelled."""
+    """Play `problems[i]` in session `i`; no session is open any more when this returns or is cancelled.
+
+    `shown`: of so many of them the last turn is asked for.
+    """
     async with asyncio.TaskGroup() as siblings:
         playing = [
-            siblings.create_task(_play(client, environment, problem, endpoint, limits))
-            for endpoint, problem in zip(_endpoints(client, group, sampling), problems, strict=True)
+            siblings.create_task(_play(client, environment, problem, endpoint, limits, shown=place < shown))
+            for place, (endpoint, problem) in enumerate(zip(_endpoints(client, group, sampling), problems, strict=True))
         ]
     return [task.result() for task in playing]
 
@@ -130,6 +136,8 @@ async def _play(
     problem: Problem,
     endpoint: AgentEndpoint,
     limits: EpisodeLimits,
+    *,
+    shown: bool,
 ) -> Played | Lost:
     session_id = endpoint.session_id
     agent = asyncio.create_task(_traced(client, environment, problem, endpoint))
@@ -138,9 +146,10 @@ async def _play(
         async with asyncio.timeout(limits.timeout_s):
             await _all_ended([agent], [beats])
         ended = agent.result()
+        last = await _last_turn(client, session_id) if shown else None
         body = FinishSession(reward=ended.reward, components=components(ended))
         finished = await client.finish_session(session_id, body)
-        return Played(session_id, ended, finished.sampled_tokens, finished.finish_reason == "length")
+        return Played(session_id, ended, finished.sampled_tokens, finished.finish_reason == "length", last=last)
     except asyncio.CancelledError:
         await abort(client, [session_id])
         raise
@@ -149,6 +158,26 @@ async def _play(
         return Lost(session_id, cause_of(error) if reached else "server", limits.describe(error))
     finally:
         await _end(agent, beats)
+
+
+async def _last_turn(client: RolloutClient, session_id: str) -> tuple[str, str] | None:
+    """What the policy was told last, and what it said to that; None where that is not known: the episode counts all the
+    same."""
+    try:
+        told = await client.trajectory_messages(session_id)
+    except RollmeshError as error:
+        _log.debug("the last turn of an episode is not shown", session=session_id, why=str(error))
+        return None
+    for messages in reversed(told.conversations):
+        if len(messages) > 1 and messages[-1].get("role") == "assistant":
+            return _in_words(messages[-2]), _in_words(messages[-1])
+    return None
+
+
+def _in_words(message: Mapping[str, object]) -> str:
+    """Its text, and its calls of tools as JSON."""
+    parts = [part for part in (message.get("content"), message.get("tool_calls")) if part]
+    return "\n".join(part if isinstance(part, str) else msgspec.json.encode(part).decode() for part in parts)
 
 
 async def _traced(

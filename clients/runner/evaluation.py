@@ -31,7 +31,14 @@ from clients.runner.tasks import TaskInPlay
 from clients.runner.text_episodes import Played
 from services.policies.training.evaluation import interval
 from services.wire.errors import CapacityError, ConflictError, NotReadyError, RollmeshError
-from services.wire.rollout_api import LONGEST_WHY, EvaluationAnswers, OpenGroup, SamplingBody
+from services.wire.rollout_api import (
+    LONGEST_SHOWN,
+    LONGEST_WHY,
+    EvaluationAnswers,
+    OpenGroup,
+    SamplingBody,
+    ShownAnswer,
+)
 from services.wire.run_metrics import EvaluationReport, TaskReport, WorkProgress
 
 _log = structlog.get_logger()
@@ -39,6 +46,7 @@ GROUP_SIZE = 32
 ATTEMPTS = 5
 _ASK_WITHIN_S = 1.0
 _GROUPS_AT_ONCE = 64
+_SHOWN = 4
 _LONGEST_NAME = 200
 
 
@@ -85,6 +93,10 @@ class Measured(BaseModel):
     """Episodes that were lost, and count as not solved."""
     lost_why: str = ""
     """Of the first of them."""
+    mean_reward: float | None = None
+    """Of an episode; None in a file of before it was written down."""
+    shown: list[ShownAnswer] = []
+    """Answers to the first problems."""
 
     def in_words(self) -> dict[str, object]:
         """For the log."""
@@ -150,6 +162,8 @@ def _together(measured: Sequence[Measured]) -> Measured:
         equal_rewards=_sum(each.equal_rewards for each in measured),
         lost=sum(each.lost for each in measured),
         lost_why=next((each.lost_why for each in measured if each.lost), ""),
+        mean_reward=sum((each.mean_reward or 0.0) * len(each.solved) for each in measured) / len(solved),
+        shown=[one for each in measured for one in each.shown],
     )
 
 
@@ -199,7 +213,8 @@ async def evaluate(
                 wait_s=20.0,
                 runner=runner_id,
             )
-            played = await _play(pool, environment, group, opening, limits, began.append)
+            shown = _SHOWN if first == sample == 0 else 0
+            played = await _play(pool, environment, group, opening, limits, began.append, shown)
         answered(len(group))
         return played
 
@@ -207,12 +222,12 @@ async def evaluate(
         tasks = [playing.create_task(play(first, sample)) for sample in range(samples) for first in firsts]
     played = [task.result() for task in tasks]
     solved = [0] * problems
-    rewards: list[set[float]] = [set() for _ in range(problems)]
+    rewards: list[list[float]] = [[] for _ in range(problems)]
     for number, episodes in enumerate(played):
         first = firsts[number % len(firsts)]
         for place, episode in enumerate(episodes):
             solved[first + place] += bool(episode.ended.success)
-            rewards[first + place].add(episode.ended.reward)
+            rewards[first + place].append(episode.ended.reward)
     answers = problems * samples
     lost = [episode.lost for episodes in played for episode in episodes if episode.lost]
     return Measured(
@@ -224,10 +239,17 @@ async def evaluate(
         last_version=max([*began, *await _served(pool)]),
         samples=samples,
         cut_off=_sum(episode.cut_off for episodes in played for episode in episodes),
-        equal_rewards=None if samples == 1 else sum(len(of_problem) == 1 for of_problem in rewards),
+        equal_rewards=None if samples == 1 else sum(len(set(of_problem)) == 1 for of_problem in rewards),
         lost=len(lost),
         lost_why=lost[0][:LONGEST_WHY] if lost else "",
+        mean_reward=sum(map(sum, rewards)) / answers,
+        shown=[_shown(episode.last, episode.ended) for episode in played[0][:_SHOWN] if episode.last is not None],
     )
+
+
+def _shown(last: tuple[str, str], ended: Ended) -> ShownAnswer:
+    asked, answer = (text[:LONGEST_SHOWN] for text in last)
+    return ShownAnswer(asked=asked, answer=answer, reward=ended.reward, success=bool(ended.success))
 
 
 def _seed(temperature: float, seed: int, sample: int, first: int) -> int | None:
@@ -255,8 +277,10 @@ async def _play(
     opening: OpenGroup,
     limits: EpisodeLimits,
     began: Callable[[int], None],
+    shown: int,
 ) -> list[Played]:
-    """Episodes in the order of `problems`. `began`: is told the version that served the group's opening.
+    """Episodes in the order of `problems`. `began`: is told the version that served the group's opening. `shown`: of so
+    many of them the last turn is told.
 
     An evaluation group is never published, so it can be played again from its beginning when its server is lost.
     """
@@ -267,7 +291,7 @@ async def _play(
         try:
             group = await open_group(client, opening)
             began(group.policy_version)
-            played = await evaluate_group(client, environment, group, problems, sampling, limits)
+            played = await evaluate_group(client, environment, group, problems, sampling, limits, shown=shown)
         except (ServerUnreachableError, NotReadyError, CapacityError, ConflictError, GroupLostError) as error:
             if attempt + 1 == ATTEMPTS or (isinstance(error, GroupLostError) and error.cause == "environment"):
                 raise
@@ -342,7 +366,8 @@ class PeriodicEvaluation:
         began = time.monotonic()
         try:
             measured = await self._measure()
-            told = as_told(measured, self._terms, version, began)
+            # Answers of a run can be read among its rollouts: the run's Redis need not hold them.
+            told = as_told(measured.model_copy(update={"shown": []}), self._terms, version, began)
             await (await self._pool.choose()).tell_evaluation(told)
         except RollmeshError as error:
             _log.warning("an evaluation is left out", version=version, why=str(error))

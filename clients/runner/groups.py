@@ -67,11 +67,16 @@ async def evaluate_group(
     problems: Sequence[Problem],
     sampling: SamplingBody,
     limits: EpisodeLimits,
+    *,
+    shown: int = 0,
 ) -> list[Played | Lost]:
-    """Play `problems[i]` in session `i`, and count tokens. As `play_to_end`, but agents are lost one by one."""
+    """Play `problems[i]` in session `i`, and count tokens. As `play_to_end`, but agents are lost one by one.
+
+    `shown`: of so many of them the last turn is told.
+    """
     agent = agent_of(environment)
     if agent is not None:
-        return await play_apart(client, agent, group, problems, sampling, limits)
+        return await play_apart(client, agent, group, problems, sampling, limits, shown=shown)
     try:
         return [*await _play_texts(client, cast("Environment", environment), group, problems, limits, evaluating=True)]
     except asyncio.CancelledError:

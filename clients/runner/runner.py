@@ -215,7 +215,13 @@ async def _evaluate(
             answered=answered,
         )
     except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from failed
+        raise _first(failed) from failed
+
+
+def _first(failed: BaseExceptionGroup) -> BaseException:
+    """The first failure, however nested: it cancelled the others, and is the cause."""
+    first = failed.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 @dataclass
@@ -252,8 +258,7 @@ class _Players:
                 for task in (*players, *beside):
                     task.cancel()
         except BaseExceptionGroup as failed:
-            # The first error cancelled the others, and is the cause.
-            raise failed.exceptions[0] from failed
+            raise _first(failed) from failed
         finally:
             await self._left_behind.aclose()
 

@@ -23,13 +23,15 @@ NOTHING: Mapping[str, float] = MappingProxyType({})
 @dataclass(frozen=True)
 class Played:
     """One episode. `tokens` are those the policy sampled, 0 where they were not asked for. `cut_off`: whether its last
-    answer ended at the limit; None where that is not known. `lost`: why it has no reward of its own, where it has none."""
+    answer ended at the limit; None where that is not known. `lost`: why it has no reward of its own, where it has none.
+    `last`: what it was asked last and answered, in an evaluation that is played in texts."""
 
     session_id: str
     ended: Ended
     tokens: int
     cut_off: bool | None = None
     lost: str = ""
+    last: tuple[str, str] | None = None
 
     def as_reward(self, noted: Mapping[str, float]) -> SessionReward:
         """`noted`: what is recorded beside the environment's own components."""
@@ -52,8 +54,9 @@ async def play_group(
 ) -> list[Played]:
     """Play `problems[i]` in session `i` until all episodes have ended; the caller finishes the group.
 
-    `evaluating`: tokens are counted, and an episode without a reward counts as not solved, for nothing is trained on it.
-    Raises EnvironmentFailedError when the environment's code raises, RewardFailedError where a reward is missing.
+    `evaluating`: tokens are counted, last turns kept, and an episode without a reward counts as not solved, for nothing is
+    trained on it. Raises EnvironmentFailedError when the environment's code raises, RewardFailedError where a reward is
+    missing.
     """
     episodes: dict[str, Episode] = {}
     turns: list[Turn] = []
@@ -62,6 +65,7 @@ async def play_group(
         turns.append(Turn(session_id=session, text=text))
     tokens = dict.fromkeys(episodes, 0)
     cut_off: dict[str, bool] = {}
+    last: dict[str, tuple[str, str]] = {}
     played: list[Played] = []
     judging: dict[str, Judging] = {}
     while turns:
@@ -69,6 +73,9 @@ async def play_group(
         taken = await client.take_turns(group.group_id, asked, group.turn_within_s)
         if len(taken.results) != len(turns):
             raise WireError(f"{client.url} answered {len(taken.results)} turns of {len(turns)}")
+        if evaluating:
+            texts = {turn.session_id: turn.text or "" for turn in turns}
+            last |= {each.session_id: (texts[each.session_id], each.text) for each in taken.results}
         turns = []
         for result in taken.results:
             session = result.session_id
@@ -76,7 +83,7 @@ async def play_group(
             cut_off[session] = result.finish_reason == "length"
             reply = _respond(episodes[session], Answer(text=result.text, complete=result.finish_reason == "stop"))
             if isinstance(reply, Ended):
-                played.append(Played(session, reply, tokens[session], cut_off[session]))
+                played.append(Played(session, reply, tokens[session], cut_off[session], last=last.get(session)))
             elif isinstance(reply, Judging):
                 judging[session] = reply
             else:
@@ -84,7 +91,10 @@ async def play_group(
     judged = await _judge(judging, evaluating) if judging else {}
     return [
         *played,
-        *(Played(session, ended, tokens[session], cut_off[session]) for session, ended in judged.items()),
+        *(
+            Played(session, ended, tokens[session], cut_off[session], last=last.get(session))
+            for session, ended in judged.items()
+        ),
     ]
 
 

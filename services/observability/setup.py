@@ -5,6 +5,7 @@ from __future__ import annotations
 from services.config.traces import TraceSettings
 from services.observability.tracing import NO_TRACING, ServiceKind, Tracing
 from services.wire.errors import UsageError
+from services.wire.extras import install
 
 
 def open_tracing(settings: TraceSettings, kind: ServiceKind, run_id: str, instance: str) -> Tracing:
@@ -31,5 +32,5 @@ def check_installed(settings: TraceSettings) -> None:
     except ModuleNotFoundError as error:
         raise UsageError(
             f"traces are switched on (telemetry.traces = {settings.traces!r}), OpenTelemetry's SDK is not installed",
-            "pip install 'rollmesh[traces]', or switch them off",
+            f"{install('traces')}, or switch them off",
         ) from error

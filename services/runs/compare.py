@@ -15,6 +15,7 @@ from services.observability.run_view.run_files import RunFiles
 from services.observability.terminal import sparkline
 from services.policies.progress.curves import Axis, differences
 from services.wire.errors import UsageError
+from services.wire.extras import install
 
 _WIDTH = 40
 _MOST_COLUMNS = 3
@@ -61,7 +62,7 @@ def draw(runs: Sequence[RunFiles], axis: Axis, path: Path) -> None:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise UsageError("--plot needs matplotlib, which is not installed", "pip install 'rollmesh[torch]'") from error
+        raise UsageError("--plot needs matplotlib, which is not installed", install("torch")) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

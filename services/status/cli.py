@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 _RUNS = Path("runs")
+_UNBROKEN = 400
+"""Columns, where nobody's screen is written to."""
 
 _HELP = """Show a run on one screen: its services, the versions they serve, queues, staleness, how busy the trainer is,
 and why it waits: on which server, for which groups, since when.
@@ -138,7 +141,9 @@ def _shown(*, watch: bool, as_json: bool) -> Iterator[Callable[[MeshReport], Non
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
         sys.stdout.flush()
 
-    console = Console()
+    # Into a pipe or a file no line is too long, and names are left whole.
+    narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(width=None if narrow else _UNBROKEN)
     if as_json:
         yield as_line
     elif watch and console.is_terminal:

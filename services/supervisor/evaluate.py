@@ -41,6 +41,7 @@ from services.wire.errors import DeadlineError, RollmeshError, UsageError
 from services.wire.rollout_api import Evaluation, EvaluationAnswers
 
 EXPORT_LEAST_S = 3600.0
+_LONGEST_LINE = 300
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def _lines(found: Evaluation) -> list[str]:
         **({"episodes": lost} if lost else {}),
         "problems": f"{found.problems}, {found.samples} answers each, {how}",
         "answer length": f"{found.mean_length:.1f} tokens" + _cut_off(found),
+        **({} if found.mean_reward is None else {"reward": f"{found.mean_reward:.3f} in the mean"}),
         **_signal(found),
         **{
             f"  {name}": f"{each.success:.1%} ({each.low:.1%} to {each.high:.1%}) of {each.problems}, "
@@ -86,7 +88,28 @@ def _lines(found: Evaluation) -> list[str]:
         "took": f"{found.seconds:.1f} s",
     }
     widest = max(map(len, rows))
-    return [f"{name:{widest}}  {value}" for name, value in rows.items()]
+    return [f"{name:{widest}}  {value}" for name, value in rows.items()] + _answers(found)
+
+
+def _answers(found: Evaluation) -> list[str]:
+    """Some answers as they were, each text on a line of its own."""
+    if not found.shown:
+        return []
+    lines = ["", f"answers to the first {len(found.shown)} problems:"]
+    for number, each in enumerate(found.shown, 1):
+        outcome = "solved" if each.success else "not solved"
+        lines += [
+            f"{number}  reward {each.reward:g}, {outcome}",
+            f"   asked     {_on_a_line(each.asked)}",
+            f"   answered  {_on_a_line(each.answer)}",
+        ]
+    return lines
+
+
+def _on_a_line(text: str) -> str:
+    """As JSON, so that line feeds and spaces at its ends can be seen."""
+    shown = json.dumps(text, ensure_ascii=False)
+    return shown if len(shown) <= _LONGEST_LINE else shown[:_LONGEST_LINE] + " …"
 
 
 def _cut_off(found: Evaluation) -> str:

@@ -44,6 +44,7 @@ from services.supervisor.devices import NOWHERE, find_placement, share_of_engine
 from services.supervisor.launch_plan import LOOPBACK, has_teacher, warm_start_commands
 from services.supervisor.user_code import check_tasks, with_algorithm
 from services.wire.errors import RollmeshError, UsageError
+from services.wire.extras import install
 from services.wire.tasks.name import parse_task
 from services.wire.tasks.trial import TaskTrial
 
@@ -331,7 +332,7 @@ def check_libraries(trainer: TrainerSettings) -> None:
         if wanted and not _installed(library):
             raise UsageError(
                 f"{setting} needs {library}, which is not installed",
-                f"use ./dev up {setting}, or pip install 'rollmesh[{extra}]'",
+                f"use ./dev up {setting}, or {install(extra)}",
             )
 
 
@@ -341,7 +342,7 @@ def check_trackers(tracking: TrackingSettings) -> None:
         if not _installed(name):
             raise UsageError(
                 f"tracking.backends: {name} is not installed",
-                f"use ./dev up tracking.backends='[\"{name}\"]', or pip install 'rollmesh[trackers]'",
+                f"use ./dev up tracking.backends='[\"{name}\"]', or {install('trackers')}",
             )
 
 

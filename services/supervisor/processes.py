@@ -238,6 +238,10 @@ class ManagedProcess:
         if code == RUN_FAILED:
             return ServiceFailedError(f"{self.name} gave the run up: {said}", f"see {self.log}")
         tail = log_tail(self.log, _TAIL_LINES)
+        last = tail.rpartition("\n")[2]
+        if last_words(last) != last:
+            # It said why, in a line that is for people.
+            return ServiceFailedError(f"{ended}; {why}: {last_words(last)}", f"see {self.log}")
         return ServiceFailedError(f"{ended}; {why}", f"see {self.log}, which ends in\n{tail}")
 
     async def stop(self, deadline_s: float) -> None:

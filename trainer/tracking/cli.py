@@ -13,6 +13,7 @@ import typer
 
 from services.config.tracking import BackendName, TrackingSettings
 from services.wire.errors import RollmeshError, UsageError
+from services.wire.extras import install
 
 if TYPE_CHECKING:
     from trainer.tracking.base import TrackedRun, Tracker
@@ -86,7 +87,7 @@ def _opener(name: str, run: TrackedRun, chosen: TrackingSettings) -> Callable[[]
     from importlib.util import find_spec
 
     if find_spec(name) is None:
-        raise UsageError(f"{name} is not installed", "pip install 'rollmesh[trackers]'")
+        raise UsageError(f"{name} is not installed", install("trackers"))
 
     def open_it() -> Tracker:
         if name == "tensorboard":

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from services.policies.diagnosis.finding import Finding, error, warning
+from services.wire.extras import install
 
 EXPECTED_BYTES_PER_S = {"nixl": 0.3e9, "shm": 0.5e9}
 """What a transport reads on one host at the least, measured on two shared cores: nixl 2.2 to 2.9 GB/s (0.45 with UCX's
@@ -64,7 +65,7 @@ def of_torch(torch: TorchBuild | None, gpus: int) -> Iterator[Finding]:
             "gpu-driver",
             "torch is built for CPUs, and would leave the GPUs unused",
             seen,
-            "install torch's CUDA build, and rollmesh[vllm-gpu]",
+            f"install torch's CUDA build: {install('vllm-gpu')}",
         )
     elif torch.driver_cuda is not None and torch.driver_cuda[0] < torch.cuda[0]:
         yield error(

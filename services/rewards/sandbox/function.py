@@ -17,6 +17,7 @@ from services.policies.diagnosis.raised import authors_line
 from services.policies.rewards import RewardFailure
 from services.rewards.sandbox.protocol import Failed, Outcome, Sample, Value
 from services.wire.errors import UsageError
+from services.wire.extras import install
 
 _OF_VERIFIERS = ("math_verify", "jsonschema")
 _OWN = ("task", "prompt", "messages", "answer", "complete", "metadata")
@@ -61,7 +62,7 @@ def load_function(name: str, folder: str) -> RewardFunction:
     except (Exception, SystemExit) as error:
         remedy = f"write module:function; modules are looked for on Python's path and in {folder}"
         if isinstance(error, ModuleNotFoundError) and error.name in _OF_VERIFIERS:
-            remedy = "pip install 'rollmesh[verifiers]'"
+            remedy = install("verifiers")
         raise UsageError(f"{name} cannot be imported ({describe(error)})", remedy) from error
     if not callable(found):
         raise UsageError(f"{name} is {type(found).__name__}, no function", "name a function")

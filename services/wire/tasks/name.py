@@ -21,13 +21,12 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from services.wire.errors import UsageError
+from services.wire.extras import install
 
 DEMONSTRATED = ("running-sums", "guess-number")
 """Tasks of our own that have demonstrations, for a policy that knows nothing yet."""
 BUILT_IN = (*DEMONSTRATED, "sums")
 """Tasks of our own."""
-
-EXTRA = "rollmesh[environments]"
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,8 @@ class Library:
 
 
 LIBRARIES: Mapping[str, Library] = {
-    "reasoning-gym": Library("reasoning_gym", f"pip install '{EXTRA}'", "reasoning-gym:chain_sum"),
-    "textarena": Library("textarena", f"pip install '{EXTRA}'", "textarena:GuessTheNumber-v0"),
+    "reasoning-gym": Library("reasoning_gym", install("environments"), "reasoning-gym:chain_sum"),
+    "textarena": Library("textarena", install("environments"), "textarena:GuessTheNumber-v0"),
     "verifiers": Library(
         "verifiers", "pip install verifiers, in an environment of its own", "verifiers:my-environment"
     ),

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from services.wire.errors import UsageError
+from services.wire.extras import install
 
 if TYPE_CHECKING:
     import pyarrow
@@ -26,7 +27,6 @@ Row = dict[str, object]
 ShapeT = TypeVar("ShapeT")
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-EXTRA = "pip install 'rollmesh[data]'"
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
@@ -118,7 +118,7 @@ def _arrow_rows(path: Path, files: Sequence[Path]) -> list[Row]:
     try:
         import pyarrow
     except ModuleNotFoundError as error:
-        raise UsageError(f"reading {path} needs pyarrow, which is not installed", EXTRA) from error
+        raise UsageError(f"reading {path} needs pyarrow, which is not installed", install("data")) from error
     rows: list[Row] = []
     for file in files:
         try:

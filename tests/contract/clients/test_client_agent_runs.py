@@ -27,8 +27,8 @@ from clients.runner.runner import run_environment
 from rollout_server.lifecycle.expire import LEFT_AFTER_S
 from services.wire.errors import ContextLengthError, NotFoundError, RollmeshError
 from services.wire.packed import unpack_mask
-from services.wire.rollout_api import GroupOpened, OpenGroup, RunState
-from services.wire.session_api import FinishSession, SessionFinished, SessionStatus
+from services.wire.rollout_api import GroupOpened, OpenGroup, RunState, ShownAnswer
+from services.wire.session_api import FinishSession, SessionFinished, SessionStatus, TrajectoryMessages
 from tests.support.agent_playing import (
     A_PROBLEM,
     SAMPLING,
@@ -335,6 +335,13 @@ class Server(RolloutClient):
             raise self._refuses
         return RunState(run_id="r", policy_version=7, concluded=False, final_version=None)
 
+    async def trajectory_messages(self, session_id: str) -> TrajectoryMessages:
+        said: list[dict[str, object]] = [
+            {"role": "user", "content": "1+1"},
+            {"role": "assistant", "content": session_id},
+        ]
+        return TrajectoryMessages(session_id=session_id, conversations=[said])
+
     async def finish_session(self, session_id: str, body: FinishSession) -> SessionFinished:
         if self._forgets:
             raise NotFoundError(f"no session {session_id}")
@@ -363,7 +370,8 @@ async def test_an_evaluation_group_is_played_again_at_a_server_that_does_not_los
     unreachable, started_anew, good = Server(refuses=UNREACHABLE), Server(forgets=True), Server()
     measured = await measure(unreachable, started_anew, good)
     wanted = Measured(success=1.0, mean_length=3.0, solved=[1, 1], first_version=0, last_version=7, cut_off=0)
-    assert measured == wanted.model_copy(update={"task": measured.task})
+    shown = [ShownAnswer(asked="1+1", answer=session, reward=1.0, success=True) for session in ("s0", "s1")]
+    assert measured == wanted.model_copy(update={"task": measured.task, "mean_reward": 1.0, "shown": shown})
     assert [len(server.opened) for server in (unreachable, started_anew, good)] == [1, 1, 1]
     assert {group.purpose for group in good.opened} == {"evaluate"}
 

@@ -213,8 +213,8 @@ def test_a_missing_library_says_what_to_install(own: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "module", "mend"),
     [
-        ("reasoning-gym:chain_sum", "reasoning_gym", "pip install 'rollmesh[environments]'"),
-        ("textarena:GuessTheNumber-v0", "textarena", "pip install 'rollmesh[environments]'"),
+        ("reasoning-gym:chain_sum", "reasoning_gym", "pip install '.[environments]'"),
+        ("textarena:GuessTheNumber-v0", "textarena", "pip install '.[environments]'"),
         ("verifiers:my-taskset", "verifiers", "in an environment of its own"),
     ],
 )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from clients.rollout.server_pool import ServerPool
 from clients.runner.evaluation import Measured, PeriodicEvaluation, Terms, due
 from services.wire.errors import DeadlineError
-from services.wire.rollout_api import Evaluation, EvaluationAnswers
+from services.wire.rollout_api import Evaluation, EvaluationAnswers, ShownAnswer
 
 
 class Run:
@@ -45,7 +45,16 @@ class Measuring:
         return await answer
 
 
-FOUND = Measured(task="a-task", success=0.5, mean_length=2.0, solved=[1, 0], first_version=20, last_version=22)
+FOUND = Measured(
+    task="a-task",
+    success=0.5,
+    mean_length=2.0,
+    solved=[1, 0],
+    first_version=20,
+    last_version=22,
+    mean_reward=0.25,
+    shown=[ShownAnswer(asked="1+1", answer="2", reward=0.5, success=True)],
+)
 
 
 @asynccontextmanager
@@ -76,6 +85,7 @@ async def test_each_version_that_is_due_is_evaluated_once_and_overdue_ones_are_l
         (await measure.asked.get()).cancel()
     assert [told.due for told in run.told] == [10, 30]
     assert run.told[0].solved == [1, 0] and run.told[0].task == "a-task"
+    assert run.told[0].mean_reward == 0.25 and run.told[0].shown == []
     assert (run.told[0].first_version, run.told[0].last_version) == (20, 22)
 
 

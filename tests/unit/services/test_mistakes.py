@@ -114,11 +114,11 @@ def test_a_mistake_is_one_line_with_what_and_how_to_mend_it(
 @pytest.mark.parametrize(
     ("line", "library", "extra"),
     [
-        ("up trainer.lora.rank=8", "peft", "rollmesh[lora]"),
-        ("up trainer.optimizer.state_bits=8", "bitsandbytes", "rollmesh[adam8bit]"),
-        ('up tracking.backends=["wandb"]', "wandb", "rollmesh[trackers]"),
-        ("up --engine vllm", "vllm", "rollmesh[vllm-"),
-        ("up --engine torch", "torch", "rollmesh[torch]"),
+        ("up trainer.lora.rank=8", "peft", ".[lora]"),
+        ("up trainer.optimizer.state_bits=8", "bitsandbytes", ".[adam8bit]"),
+        ('up tracking.backends=["wandb"]', "wandb", ".[trackers]"),
+        ("up --engine vllm", "vllm", ".[vllm-"),
+        ("up --engine torch", "torch", ".[torch]"),
     ],
 )
 def test_a_library_that_is_not_installed_is_named_with_its_extra(

@@ -110,6 +110,14 @@ async def test_a_service_that_keeps_dying_fails_with_the_end_of_its_log(tmp_path
     assert len(said) == 1
 
 
+async def test_a_service_that_keeps_dying_and_says_why_fails_in_one_line(tmp_path: Path, reaper: Reaper) -> None:
+    code = "import sys; sys.stderr.write('details\\nrollmesh: an episode failed\\n'); sys.exit(1)"
+    service = managed(code, "service", tmp_path, reaper, [], restarts=0)
+    with pytest.raises(ServiceFailedError, match="not started again: an episode failed") as failed:
+        await service.run()
+    assert "\n" not in str(failed.value)
+
+
 async def test_a_service_that_refuses_its_command_line_is_misuse_in_one_line(tmp_path: Path, reaper: Reaper) -> None:
     code = "import sys; sys.stderr.write('rollmesh: no engine here: install one\\n'); sys.exit(2)"
     with pytest.raises(UsageError) as refused:

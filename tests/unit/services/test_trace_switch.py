@@ -71,14 +71,14 @@ def test_on_without_the_package_is_misuse_that_names_the_extra(target: str) -> N
     done = run(MISSING, ROLLMESH_TRACES=target)
     assert done.returncode == 2
     assert "OpenTelemetry's SDK is not installed" in done.stderr
-    assert "pip install 'rollmesh[traces]'" in done.stderr
+    assert "pip install '.[traces]'" in done.stderr
 
 
 def test_errors_of_a_command_are_a_json_line_too_where_logs_are() -> None:
     done = run(MISSING, ROLLMESH_TRACES="otlp", ROLLMESH_LOG_JSON="1")
     (line,) = [json.loads(line) for line in done.stderr.splitlines()]
     assert (line["level"], line["service"], line["run"], line["exit_code"]) == ("error", "gateway", "r", 2)
-    assert "rollmesh[traces]" in line["why"]
+    assert ".[traces]" in line["why"]
 
 
 def test_environment_variables_go_before_settings_and_hand_them_on() -> None:

@@ -1,0 +1,8 @@
+"""How a part of rollmesh that is not installed is got, for the remedies of errors."""
+
+from __future__ import annotations
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra of `pyproject.toml`. rollmesh is on no package index: a checkout has it."""
+    return f"pip install '.[{extra}]' in a checkout of rollmesh"
