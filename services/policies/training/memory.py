@@ -139,7 +139,7 @@ class _Step:
     def moments(self) -> list[Estimate]:
         shape, options = self.shape, self.options
         layers, width = shape.layers, shape.hidden
-        kept = self._kept()
+        kept = self._kept(layers)
         stem = 8.0 * width * self.tokens
         # The head's gradient waits for the embedding's, where they are one, and for all of those that ranks collect.
         waits = (shape.tied or self.collects) and not options.lora_rank
@@ -148,19 +148,20 @@ class _Step:
         again = self._again()
         outer = 0.0 if options.lora_rank or self.collects else 4.0 * self._vocabulary * width * (2 if shape.tied else 1)
         found = [
-            self._moment("head", activations=kept * layers + stem, head=self._head()),
-            self._moment("backward", activations=kept * layers + stem, head=waiting, temporaries=last),
-            self._moment("embedding", activations=kept, temporaries=outer),
+            self._moment("head", activations=kept + stem, head=self._head()),
+            self._moment("backward", activations=kept + stem, head=waiting, temporaries=last),
+            self._moment("embedding", activations=self._kept(1), temporaries=outer),
         ]
         if self.collects and layers > 1:
-            rest = kept * (layers - 1)
+            rest = self._kept(layers - 1)
             found.append(self._moment("scatter", activations=rest, head=waiting, temporaries=4.0 * width * self.tokens))
         if again:
-            found.append(self._moment("backward", activations=kept * layers, head=waiting, temporaries=again))
+            # A last layer that kept all of its own is gone before the one below it is computed once more.
+            gone = int(options.checkpointing == "selective" and layers % 2 == 0)
+            rest = self._kept(layers - gone)
+            found.append(self._moment("backward", activations=rest, head=waiting, temporaries=again))
         if options.critic:
-            found.append(
-                self._moment("critic", activations=kept * layers + stem, temporaries=max(last, again), of_critic=True)
-            )
+            found.append(self._moment("critic", activations=kept + stem, temporaries=max(last, again), of_critic=True))
         return found
 
     @property
@@ -219,11 +220,12 @@ class _Step:
         # A code of 8 bits for each, and a float32 scale for 256.
         return 8.0 if self.options.state_bits == 32 else 2.0 * (1.0 + 4.0 / 256)
 
-    def _kept(self) -> float:
-        """Bytes that a layer keeps between its forward and its backward pass, in the mean over layers."""
-        whole = self._whole()
+    def _kept(self, layers: int) -> float:
+        """Bytes that the first `layers` keep between their forward and their backward pass; selectively, every second one
+        keeps all of its own, and the first its input alone."""
         thin = 0.0 if self.options.activation_offload else 4.0 * self.shape.hidden * self.tokens
-        return {"none": whole, "selective": (whole + thin) / 2, "full": thin}[self.options.checkpointing]
+        whole = {"none": layers, "selective": layers // 2, "full": 0}[self.options.checkpointing]
+        return whole * self._whole() + (layers - whole) * thin
 
     def _whole(self) -> float:
         """Bytes that a layer keeps where nothing is computed once more."""
