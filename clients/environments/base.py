@@ -20,7 +20,7 @@ import hashlib
 import inspect
 import random
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
@@ -56,6 +56,22 @@ class Problem:
     solution: str = ""
     details: object = field(default=None, compare=False)
     messages: tuple[Message, ...] | None = field(default=None, compare=False)
+
+
+_PLAIN = (str, int, float, bool, type(None), tuple, list, dict)
+
+
+def identity(problem: Problem) -> str:
+    """Equal for problems that ask the same, as far as their texts and plain details tell."""
+    details = repr(problem.details) if isinstance(problem.details, _PLAIN) else ""
+    return repr((problem.prompt, problem.messages, problem.solution, details))
+
+
+def different(problems: Sequence[Problem]) -> int | None:
+    """How many of them there are, each counted once; None where their texts do not tell them apart at all."""
+    found = len({identity(problem) for problem in problems})
+    told = all(isinstance(problem.details, _PLAIN) for problem in problems) and (found > 1 or len(problems) == 1)
+    return found if told else None
 
 
 @dataclass(frozen=True)

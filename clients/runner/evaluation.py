@@ -19,7 +19,7 @@ import msgspec
 import structlog
 from pydantic import BaseModel
 
-from clients.environments.base import AnyEnvironment, Ended, Problem
+from clients.environments.base import AnyEnvironment, Ended, Problem, different
 from clients.rollout.client import RolloutClient
 from clients.rollout.server_pool import ServerPool
 from clients.rollout.transport import ServerUnreachableError
@@ -93,6 +93,8 @@ class Measured(BaseModel):
     """Episodes that were lost, and count as not solved."""
     lost_why: str = ""
     """Of the first of them."""
+    different: int | None = None
+    """Problems, those that ask the same counted once; None where that is not known."""
     mean_reward: float | None = None
     """Of an episode; None in a file of before it was written down."""
     shown: list[ShownAnswer] = []
@@ -103,7 +105,7 @@ class Measured(BaseModel):
         by_task = {each.task: round(sum(each.solved) / len(each.solved) / self.samples, 3) for each in self.tasks}
         told: dict[str, object] = {"success": self.success, "mean_length": self.mean_length}
         if self.solved:
-            found = interval(self.solved, self.samples)
+            found = interval(self.solved, self.samples, self.different)
             told["interval"] = f"{found.low:.3f} to {found.high:.3f}"
         return {**told, "by_task": by_task} if by_task else told
 
@@ -162,6 +164,7 @@ def _together(measured: Sequence[Measured]) -> Measured:
         equal_rewards=_sum(each.equal_rewards for each in measured),
         lost=sum(each.lost for each in measured),
         lost_why=next((each.lost_why for each in measured if each.lost), ""),
+        different=_sum(each.different for each in measured),
         mean_reward=sum((each.mean_reward or 0.0) * len(each.solved) for each in measured) / len(solved),
         shown=[one for each in measured for one in each.shown],
     )
@@ -242,6 +245,7 @@ async def evaluate(
         equal_rewards=None if samples == 1 else sum(len(set(of_problem)) == 1 for of_problem in rewards),
         lost=len(lost),
         lost_why=lost[0][:LONGEST_WHY] if lost else "",
+        different=different(held_out),
         mean_reward=sum(map(sum, rewards)) / answers,
         shown=[_shown(episode.last, episode.ended) for episode in played[0][:_SHOWN] if episode.last is not None],
     )
@@ -416,6 +420,7 @@ class EvaluationRecord:
             solved_before=before.solved,
             solved_after=after.solved,
             samples=samples,
+            different=after.different,
             tasks=_reports(before, after),
         )
         write_whole(self._report, msgspec.json.format(msgspec.json.encode(report), indent=2))

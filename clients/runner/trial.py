@@ -27,6 +27,7 @@ from clients.environments.base import (
     Split,
     agent_of,
     describe,
+    identity,
     needs_chat,
 )
 from services.wire.errors import UsageError
@@ -39,7 +40,6 @@ PLAYED = 6
 MOST_TURNS = 8
 WITHIN_S = 4.0
 """No further problem is looked at after so long: an environment may be slow."""
-_PLAIN = (str, int, float, bool, type(None), tuple, list, dict)
 _NONSENSE = ("", "0", "no idea")
 _FORMATS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>", "The answer is {}.")
 """In which environments look for a solution."""
@@ -98,7 +98,7 @@ def _problems(trial: TaskTrial, environment: AnyEnvironment, seed: int) -> TaskT
             again = environment.problem(split, index, seed)
             if changed is None and (words := _difference(first, again)):
                 changed = f"problem({split!r}, {index}, {seed}) was asked for twice: {words}"
-            posed[split].append(_identity(first))
+            posed[split].append(identity(first))
         if time.monotonic() > ends:
             break
     train = set(posed["train"])
@@ -109,14 +109,10 @@ def _problems(trial: TaskTrial, environment: AnyEnvironment, seed: int) -> TaskT
         problems=len(posed["train"]),
         held_out=len(posed["held_out"]),
         shared=shared,
+        different=len(set(posed["held_out"])),
         changed=changed,
         problem_s=clock.slowest_s,
     )
-
-
-def _identity(problem: Problem) -> str:
-    details = repr(problem.details) if isinstance(problem.details, _PLAIN) else ""
-    return repr((problem.prompt, problem.messages, problem.solution, details))
 
 
 def _difference(first: Problem, again: Problem) -> str:

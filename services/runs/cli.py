@@ -221,6 +221,9 @@ def _show_sample(console: Console, sample: Sample) -> None:
     versions = ", ".join(map(str, sample.versions))
     head = f"step {sample.step} · {sample.task} · reward {sample.reward:g}{length} · version {versions}"
     console.print(Text(as_text(head), style=HEAD))
+    if sample.components:
+        parts = ", ".join(f"{name} {value:g}" for name, value in sample.components.items())
+        console.print(Text(f"  components: {as_text(parts)}", style=NOTE))
     for segment in sample.segments:
         if segment.break_reason is not None:
             console.print(Text(f"  a new segment: {as_text(segment.break_reason)}", style=NOTE))

@@ -76,7 +76,7 @@ def _lines(found: Evaluation) -> list[str]:
         "success": f"{found.success:.1%} ({found.low:.1%} to {found.high:.1%} at 95 %)",
         **{f"pass@{k}": f"{share:.1%}" for k, share in found.pass_at.items() if k > 1},
         **({"episodes": lost} if lost else {}),
-        "problems": f"{found.problems}, {found.samples} answers each, {how}",
+        "problems": f"{found.problems}{_repeats(found)}, {found.samples} answers each, {how}",
         "answer length": f"{found.mean_length:.1f} tokens" + _cut_off(found),
         **({} if found.mean_reward is None else {"reward": f"{found.mean_reward:.3f} in the mean"}),
         **_signal(found),
@@ -110,6 +110,10 @@ def _on_a_line(text: str) -> str:
     """As JSON, so that line feeds and spaces at its ends can be seen."""
     shown = json.dumps(text, ensure_ascii=False)
     return shown if len(shown) <= _LONGEST_LINE else shown[:_LONGEST_LINE] + " …"
+
+
+def _repeats(found: Evaluation) -> str:
+    return "" if found.different in (None, found.problems) else f" ({found.different} different)"
 
 
 def _cut_off(found: Evaluation) -> str:

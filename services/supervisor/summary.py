@@ -142,8 +142,8 @@ def summarise(
         k=settings.k,
         success_before=evaluation.success_before,
         success_after=evaluation.success_after,
-        success_interval_before=_within(evaluation.solved_before, samples),
-        success_interval_after=_within(evaluation.solved_after, samples),
+        success_interval_before=_within(evaluation.solved_before, samples, evaluation.different),
+        success_interval_after=_within(evaluation.solved_after, samples, evaluation.different),
         pass_at_before=_pass_at(evaluation.solved_before, samples),
         pass_at_after=_pass_at(evaluation.solved_after, samples),
         tasks={name: _change(each, samples) for name, each in evaluation.tasks.items()},
@@ -195,10 +195,10 @@ def _change(of: TaskReport, samples: int) -> TaskChange:
     )
 
 
-def _within(solved: Sequence[int], samples: int) -> tuple[float, float]:
+def _within(solved: Sequence[int], samples: int, different: int | None = None) -> tuple[float, float]:
     if not solved:
         return 0.0, 1.0
-    found = interval(solved, samples)
+    found = interval(solved, samples, different)
     return found.low, found.high
 
 
@@ -223,7 +223,7 @@ def success_before(folder: RunFolder) -> str | None:
     if not found.solved:
         return None
     lost = lost_in_words(found.lost, len(found.solved) * found.samples, found.lost_why)
-    return _success(success_of(found.solved, found.samples), _within(found.solved, found.samples)) + (
+    return _success(success_of(found.solved, found.samples), _within(found.solved, found.samples, found.different)) + (
         f"; {lost}" if lost else ""
     )
 

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra of `pyproject.toml`. rollmesh is on no package index: a checkout has it."""
-    return f"pip install '.[{extra}]' in a checkout of rollmesh"
+    """The commands that install an extra of `pyproject.toml`. rollmesh is on no package index: a checkout has it."""
+    return f"./dev install '.[{extra}]' in a checkout (in an environment of your own: pip install '.[{extra}]')"

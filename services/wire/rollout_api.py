@@ -320,6 +320,8 @@ class EvaluationAnswers(Body):
     """Episodes that were lost, and count as not solved."""
     lost_why: str = Field(default="", max_length=LONGEST_WHY)
     """Of the first of them."""
+    different: int | None = Field(default=None, ge=1)
+    """Problems, those that ask the same counted once; None where that is not known."""
     mean_reward: float | None = None
     """Of an episode."""
     shown: list[ShownAnswer] = Field(default_factory=list, max_length=100)
@@ -371,6 +373,7 @@ class Evaluation(Body):
     equal_rewards: int | None = None
     lost: int = 0
     lost_why: str = ""
+    different: int | None = None
     mean_reward: float | None = None
     shown: list[ShownAnswer] = Field(default_factory=list)
     seconds: float

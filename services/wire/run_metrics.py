@@ -294,6 +294,8 @@ class EvaluationBefore(msgspec.Struct, frozen=True):
     """Answers to each problem."""
     lost: int = 0
     lost_why: str = ""
+    different: int | None = None
+    """Problems, those that ask the same counted once; None where that is not known."""
 
 
 class TaskReport(msgspec.Struct, frozen=True):
@@ -318,6 +320,8 @@ class EvaluationReport(msgspec.Struct, frozen=True):
     """Right answers to each problem; empty in reports of before they were written down."""
     samples: int = 1
     """Answers to each problem."""
+    different: int | None = None
+    """Problems, those that ask the same counted once; None where that is not known."""
     tasks: dict[str, TaskReport] = {}
     """Of a run of several tasks, each by itself; all else is of all their problems together."""
 
@@ -377,3 +381,5 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     segments: list[SampledSegment]
     tokens: int | None = None
     """Sampled ones; None in old files of before they were written down."""
+    components: dict[str, float] = {}
+    """Recorded beside the reward."""

@@ -64,25 +64,24 @@ def figures_of(runs: Sequence[Compared]) -> list[tuple[str, list[str]]]:
     """Rows of a table: what a figure is, and its value in each run, in words."""
     last = [run.lines[-1] if run.lines else None for run in runs]
     held_out = [run.evaluation for run in runs]
-    before = [None if each is None else (each.success_before, each.solved_before, each.samples) for each in held_out]
-    after = [None if each is None else (each.success_after, each.solved_after, each.samples) for each in held_out]
     spans = [run.lines[-1].time - run.lines[0].time if run.lines else 0.0 for run in runs]
     return [
         ("steps", ["0" if line is None else str(line.step) for line in last]),
-        ("held out, before", [_held_out(each) for each in before]),
-        ("held out, after", [_held_out(each) for each in after]),
+        ("held out, before", [_held_out(each, after=False) for each in held_out]),
+        ("held out, after", [_held_out(each, after=True) for each in held_out]),
         ("success, last batch", ["–" if line is None else f"{line.success:.1%}" for line in last]),
         ("tokens trained", [f"{sum(line.tokens for line in run.lines):,}" for run in runs]),
         ("first to last step", [f"{span:,.0f} s" for span in spans]),
     ]
 
 
-def _held_out(measured: tuple[float, Sequence[int], int] | None) -> str:
+def _held_out(report: EvaluationReport | None, *, after: bool) -> str:
     """With the interval at 95 %, where the answers to each problem were written down."""
-    if measured is None:
+    if report is None:
         return "–"
-    success, solved, samples = measured
+    success = report.success_after if after else report.success_before
+    solved = report.solved_after if after else report.solved_before
     if not solved:
         return f"{success:.1%}"
-    found = interval(solved, samples)
+    found = interval(solved, report.samples, report.different)
     return f"{success:.1%} ({found.low:.1%} to {found.high:.1%})"

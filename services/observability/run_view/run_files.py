@@ -128,7 +128,7 @@ def size_of(root: Path) -> int:
 def _interval(report: EvaluationReport | None) -> tuple[float, float] | None:
     if report is None or not report.solved_after:
         return None
-    found = interval(report.solved_after, report.samples)
+    found = interval(report.solved_after, report.samples, report.different)
     return found.low, found.high
 
 

@@ -11,6 +11,9 @@ SLOW_S = 0.25
 """Of a call on the runner's event loop, in which nobody else's episodes go on. Built-in tasks take microseconds."""
 MOST_SHARED = 0.02
 """Share of the held-out problems that may be in training too, by chance: above it held-out success says little."""
+FEWEST_DIFFERENT = 0.75
+"""Of the held-out problems that were posed, those that ask something else than the others: below, success is known far less
+well than so many problems promise."""
 LEAST_REWARDS = 8
 
 
@@ -64,6 +67,13 @@ def of_trial(trial: TaskTrial) -> Iterator[Finding]:
             f"task {task} trains on its held-out problems: their success says nothing",
             f"{trial.shared} of {trial.held_out} held-out problems are among the first {trial.problems} of training",
             "decide each problem's split by its text: split_of(key)",
+        )
+    if 1 < trial.different < FEWEST_DIFFERENT * trial.held_out:
+        yield warning(
+            "environment-repeats-problems",
+            f"task {trial.task} has few held-out problems: success is known less well than their number says",
+            f"{trial.different} of the first {trial.held_out} held-out problems differ; split_of holds one in eight out",
+            "draw from more problems, or set evaluation.problems to about as many as differ",
         )
 
 

@@ -42,6 +42,7 @@ FindingId = Literal[
     "environment-equal-rewards",
     "environment-slow",
     "environment-splits-overlap",
+    "environment-repeats-problems",
     # The run
     "run-blocked",
     "run-failed",

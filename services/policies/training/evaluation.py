@@ -54,8 +54,9 @@ def ks_of(samples: int) -> list[int]:
     return ks if ks[-1] == samples else [*ks, samples]
 
 
-def interval(solved: Sequence[int], samples: int) -> Interval:
-    """Of the success, problems being drawn anew as well as answers.
+def interval(solved: Sequence[int], samples: int, different: int | None = None) -> Interval:
+    """Of the success, problems being drawn anew as well as answers. `different`: problems, those that ask the same counted
+    once: more of them tell no more.
 
     With one answer a problem this is Wilson's interval. With more, the answers count for as many as would spread the mean
     as far as the problems' own means do.
@@ -68,6 +69,8 @@ def interval(solved: Sequence[int], samples: int) -> Interval:
     if problems > 1 and samples > 1 and spread > 0.0:
         variance = sum((share - success) ** 2 for share in shares) / (problems - 1) / problems
         effective = min(effective, max(float(problems), spread / variance)) if variance > 0.0 else effective
+    if different is not None:
+        effective *= min(1.0, different / problems)
     return _wilson(success, effective)
 
 
@@ -92,13 +95,13 @@ def evaluation_of(told: EvaluationAnswers) -> Evaluation:
     """What the answers say."""
     return Evaluation(
         **told.model_dump(exclude={"solved", "tasks", "mean_length"}),
-        **_found(told.solved, told.samples, told.mean_length).model_dump(),
+        **_found(told.solved, told.samples, told.mean_length, told.different).model_dump(),
         tasks={each.task: _found(each.solved, told.samples, each.mean_length) for each in told.tasks},
     )
 
 
-def _found(solved: Sequence[int], samples: int, mean_length: float) -> TaskEvaluation:
-    within = interval(solved, samples)
+def _found(solved: Sequence[int], samples: int, mean_length: float, different: int | None = None) -> TaskEvaluation:
+    within = interval(solved, samples, different)
     return TaskEvaluation(
         problems=len(solved),
         success=success_of(solved, samples),

@@ -48,6 +48,7 @@ def as_sample(kept: KeptRollout, pieces: Mapping[int, bytes]) -> Sample:
         versions=sorted({span.version for segment in one.segments for span in segment.version_spans}),
         segments=[_segment(segment, pieces) for segment in one.segments],
         tokens=one.sampled_tokens(),
+        components=one.reward_components,
     )
 
 

@@ -24,6 +24,8 @@ class TaskTrial(msgspec.Struct, frozen=True, kw_only=True):
     """Held-out ones."""
     shared: int = 0
     """Of these, how many are among the training ones."""
+    different: int = 0
+    """Of the held-out ones, how many there are if those that ask the same are counted once."""
     changed: str | None = None
     """What was different when it was asked for again; None where nothing was."""
     rewards: list[float] = []

