@@ -99,7 +99,7 @@ def as_lines(summary: Summary, out: Path) -> list[str]:
         "loss, held out": f"{summary.loss_before:.3f} → {summary.loss_after:.3f} nats a token"
         if summary.loss_before is not None and summary.loss_after is not None
         else "not measured: nothing was held out",
-        "examples": f"{counts.read:,} read = {counts.trained:,} trained + {counts.held_out:,} held out"
+        "examples": f"{counts.read:,} read = {counts.trained:,} for training + {counts.held_out:,} held out"
         + (f" + dropped: {', '.join(dropped)}" if dropped else ""),
         "optimizer steps": f"{summary.steps:,} in {summary.train_s:.1f} s",
         "tokens": f"{summary.tokens:,}, {summary.learned_tokens:,} of them learned; {summary.tokens_per_s:,.0f} a second",

@@ -1,4 +1,4 @@
-"""Findings of the logs of a run's processes: out of memory, and what ended a run that did not reach its last step. Pure."""
+"""Findings of the logs of a run: out of memory, groups that are lost, and what ended one before its last step. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,16 @@ _MEMORY = re.compile(
 )
 _ERROR = re.compile(r"\[(?:error|critical)\s*\]|\"level\": ?\"(?:error|critical)\"|^rollmesh: |Traceback|^\w*Error: ")
 _ALL_LOST = re.compile(r"the last \d+ groups were lost and none was played")
+_GROUP_LOST = re.compile(r"group lost(?!.*cause(?:=|\": ?\")server)")
+"""By its task: a server that ends takes its groups with it, and they are played again elsewhere."""
+_MANY_LOST = 3
 _LONGEST = 200
 _FAILED = "rollmesh: "
 _LAST_LINES = 3
 """Of a process that said why it ended: a library may have written something after it."""
+
+
+_WHY = re.compile(r".*?(why=.*|\"why\".*)")
 
 
 class _Failed(msgspec.Struct):
@@ -54,6 +60,14 @@ def of_logs(logs: Mapping[str, str]) -> Iterator[Finding]:
                 "of a trainer: fewer trainer.micro_batch_tokens, checkpointing, adapters (`rollmesh memory`); of an "
                 "engine: fewer rollout.max_running, a smaller KV cache (docs/memory.md)",
             )
+    lost = [line for line in logs.get("environment", "").splitlines() if _GROUP_LOST.search(line)]
+    if len(lost) >= _MANY_LOST:
+        yield warning(
+            "groups-lost",
+            f"the environment loses groups, {len(lost)} of them in the end of its log: nothing is learned from those",
+            _WHY.sub(r"\1", lost[-1].strip())[:_LONGEST],
+            "mend what is raised; where it is the policy's doing, return Ended(0.0, False): an exception loses the group",
+        )
 
 
 def of_interrupted(where: str, step: int, steps: int, logs: Mapping[str, str]) -> Iterator[Finding]:

@@ -168,7 +168,7 @@ def test_examples_that_are_too_long_or_without_an_answer_are_counted(tmp_path: P
     assert dropped == {"examples dropped: too long": 2, "examples dropped: without an answer": 1}
     assert (summary.steps, summary.learned_tokens, summary.loss_after) == (2, 12, None)
     told = "\n".join(as_lines(summary, out))
-    assert "9 read = 6 trained + 0 held out + dropped: 2 too long, 1 without an answer" in told
+    assert "9 read = 6 for training + 0 held out + dropped: 2 too long, 1 without an answer" in told
     with pytest.raises(UsageError, match="no example to train on: 9 read, 8 too long, 1 without an answer"):
         trained(model, data, tmp_path / "none", "data.longest=2", "data.held_out=0")
 

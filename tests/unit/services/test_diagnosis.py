@@ -218,6 +218,21 @@ def test_a_log_that_speaks_of_memory_is_quoted_and_an_interrupted_run_by_its_err
     assert "rollmesh up --resume runs/a" in ended.remedy
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "2026 [warning ] group lost   again=True cause={} task=t why='ModelBehaviorError: no tool (a.py:3)'",
+        '{{"event": "group lost", "cause": "{}", "why": "ModelBehaviorError: no tool (a.py:3)"}}',
+    ],
+)
+def test_an_environment_that_loses_groups_by_its_own_code_is_named(line: str) -> None:
+    logs = {"environment": "\n".join([line.format("environment")] * 3)}
+    found = only(list(of_logs(logs)))
+    assert found.id == "groups-lost" and "ModelBehaviorError: no tool (a.py:3)" in found.evidence
+    assert list(of_logs({"environment": "\n".join([line.format("environment")] * 2)})) == []
+    assert list(of_logs({"environment": "\n".join([line.format("server")] * 9)})) == []
+
+
 def test_sure_causes_of_the_status_are_findings_and_likely_ones_are_not() -> None:
     gone = Cause("gone", "s0", NOW - 5, "s0 is gone", True)
     likely = Cause("open_group", "s0", NOW, "group 1", False)
