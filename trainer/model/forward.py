@@ -47,8 +47,6 @@ _PROBE_LENGTHS = (2, 3, 3, 8)
 _SIBLINGS = ((1, 2, 3, 4, 5), (1, 2, 3, 5, 4, 6), (1, 2, 3, 5, 1), (3, 1, 2, 4))
 # Of the largest hidden state; for 16-bit floats, whose kernels round differently, coarser.
 _TOLERANCE, _COARSE_TOLERANCE = 1e-4, 0.02
-# As much, where a row's hidden states change by no more than the second when its neighbours' tokens do.
-_ROUNDED, _UNSEEN = 1e-3, 1e-6
 
 
 class PackedForward:
@@ -331,22 +329,7 @@ class PackedForward:
             # The model does not take what packed attention needs, or the machine lacks the kernel: another way is slower.
             _log.info("attention does not keep packed rows apart", way=self.separation, why=str(error))
             return False
-        off = _off(together, alone)
-        if off <= self._tolerance(alone):
-            return True
-        # Some weights make much of the last bits, in which kernels differ with the size of a batch.
-        return places is None and off <= _ROUNDED and self._rows_are_unseen(together)
-
-    def _rows_are_unseen(self, found: Tensor) -> bool:
-        """Whether every second row's hidden states, `found` for `_probe`, stay what they are where the tokens of its
-        neighbours are others."""
-        row_of = np.repeat(np.arange(len(_PROBE_LENGTHS)), _PROBE_LENGTHS)
-        for changed in (0, 1):
-            others = torch.from_numpy(row_of % 2 == changed).to(found.device)
-            seen = self._every(_probe(self._model, others=others))
-            if not _off(seen[~others], found[~others]) <= _UNSEEN:
-                return False
-        return True
+        return _off(together, alone) <= self._tolerance(alone)
 
     def _tolerance(self, found: Tensor) -> float:
         return _TOLERANCE if found.dtype.itemsize >= 4 and self._dtype == torch.float32 else _COARSE_TOLERANCE
@@ -378,11 +361,7 @@ def _off(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
-def _probe(model: PreTrainedModel, lengths: Sequence[int] = _PROBE_LENGTHS, others: Tensor | None = None) -> PackedRow:
-    """Rows of these lengths, all of their tokens different; where `others` is set, of another number."""
+def _probe(model: PreTrainedModel, lengths: Sequence[int] = _PROBE_LENGTHS) -> PackedRow:
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    tokens = np.arange(1, 1 + sum(lengths), dtype=np.int32)
-    if others is not None:
-        tokens += others.cpu().numpy() * len(tokens)
-    tokens %= vocabulary
+    tokens = np.arange(1, 1 + sum(lengths), dtype=np.int32) % vocabulary
     return lay_end_to_end(np.split(tokens, np.cumsum(lengths)[:-1]), model.device)

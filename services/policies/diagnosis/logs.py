@@ -16,8 +16,9 @@ _MEMORY = re.compile(
 )
 _ERROR = re.compile(r"\[(?:error|critical)\s*\]|\"level\": ?\"(?:error|critical)\"|^rollmesh: |Traceback|^\w*Error: ")
 _ALL_LOST = re.compile(r"the last \d+ groups were lost and none was played")
-_GROUP_LOST = re.compile(r"group lost(?!.*cause(?:=|\": ?\")server)")
-"""By its task: a server that ends takes its groups with it, and they are played again elsewhere."""
+_GROUP_LOST = re.compile(r"^(?!.*cause(?:=|\": ?\")server\b).*group lost")
+"""By its task: a server that ends takes its groups with it, and they are played again elsewhere. In JSON the event stands
+behind its facts."""
 _MANY_LOST = 3
 _LONGEST = 200
 _FAILED = "rollmesh: "

@@ -222,7 +222,7 @@ def test_a_log_that_speaks_of_memory_is_quoted_and_an_interrupted_run_by_its_err
     "line",
     [
         "2026 [warning ] group lost   again=True cause={} task=t why='ModelBehaviorError: no tool (a.py:3)'",
-        '{{"event": "group lost", "cause": "{}", "why": "ModelBehaviorError: no tool (a.py:3)"}}',
+        '{{"cause": "{}", "why": "ModelBehaviorError: no tool (a.py:3)", "event": "group lost", "level": "warning"}}',
     ],
 )
 def test_an_environment_that_loses_groups_by_its_own_code_is_named(line: str) -> None:
