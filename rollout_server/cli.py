@@ -163,6 +163,7 @@ def rollout_server(
             settings=context.settings,
             keys=context.keys,
             trust=context.tls.trust,
+            bus_url=run.bus_url,
             tracing=context.tracing,
         )
         # A heartbeat that fails is repeated by its owner, so one try may be short.

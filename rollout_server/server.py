@@ -45,7 +45,7 @@ from services.http.auth import Authorizer
 from services.observability.tracing import NO_TRACING, Tracing
 from services.policies.admission import StoreUse, store_use
 from services.run_store.client import connect
-from services.run_store.discovery import Heartbeat, ServerRecord, ServiceRegistry
+from services.run_store.discovery import Heartbeat, ServerRecord, ServiceRegistry, weight_bus_record
 from services.run_store.ledger import Ledger
 from services.run_store.publishing import TrajectoryWriter
 from services.run_store.runners import RunnerRegistry
@@ -83,6 +83,8 @@ class ServerPlan:
     keys: Keys = NO_KEYS
     trust: Trust = PUBLIC
     """Which certificates of other servers it takes."""
+    bus_url: str | None = None
+    """Told to the service registry, with the server: the bus speaks to no Redis."""
     tracing: Tracing = NO_TRACING
 
 
@@ -246,7 +248,8 @@ class RolloutServer:
             redis, plan.run_id, incarnation_of(self._record(registry)), plan.server_id, registry.forget_open
         )
         takeover = Takeover(registry, journal, ledger, servers, plan.server_id, plan.trust)
-        self._heartbeat = heartbeat = Heartbeat(servers, lambda: [self._record(registry)])
+        bus = [] if plan.bus_url is None else [weight_bus_record(plan.bus_url, told_by=plan.server_id)]
+        self._heartbeat = heartbeat = Heartbeat(servers, lambda: [self._record(registry), *bus])
         log, origin = (
             TrajectoryLog(redis, plan.run_id),
             Origin(plan.run_id, plan.server_id, renderer.vocabulary_digest()),

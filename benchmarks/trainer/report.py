@@ -37,7 +37,9 @@ FIGURES = (
     "metrics_lag",
     "ckpt_memory",
     "scaling_2",
+    "overhead_1",
     "pack_share",
+    "publish_peak_share",
     "scaling_smollm2",
     "resume_equal",
     "resume_conflicts",
@@ -74,14 +76,16 @@ class TrainerBench(msgspec.Struct, frozen=True, kw_only=True):
     versions take away. `ckpt_block`: seconds that a checkpoint holds up training ÷ those of one memcpy of the state. With a
     disk 20 times slower `metrics_lag`: steps by which lines of metrics are late, at most; `ckpt_memory`: bytes of the
     trainer's process above those without checkpoints ÷ one copy of the state. `scaling_2`: trained tokens a second of two
-    ranks on a core each ÷ one's; `pack_share`: share of a step for packing and advantages; `scaling_smollm2`:
-    steps of two ranks ÷ one's, SmolLM2. `resume_equal`: 1 where a run whose ranks are killed ends with the bytes that other
-    ranks compute, and trains all that was open (`benchmarks.trainer.killed_ranks`), else 0; `resume_conflicts`: versions
-    that the bus refused it. `parallel_max_error`: the largest difference of losses, gradients and weights of ranks from one
-    process's, of each tensor's maximum, under each layout and option of memory; `parallel_half_error`: in bfloat16, the
-    error of ranks ÷ one process's (`benchmarks.trainer.rank_errors`). `peak_vs_estimate`: what `rollmesh memory` predicts ÷
-    the most resident memory of a process that makes those steps; `formula_vs_fake`: its formula ÷ its fake run; each of
-    the case that is farthest from 1.
+    ranks on a core each ÷ one's; `overhead_1`: of one rank of a process group ÷ a learner's without any; `pack_share`:
+    share of a step for packing and advantages; `publish_peak_share`: the most bytes that one of two ranks holds for
+    publishing ÷ those of two versions of its share and two buckets; `scaling_smollm2`: steps of two ranks ÷ one's, SmolLM2.
+    `resume_equal`: 1 where a run whose ranks are killed ends with the bytes that other ranks compute, and trains all that
+    was open (`benchmarks.trainer.killed_ranks`), else 0; `resume_conflicts`: versions that the bus refused it.
+    `parallel_max_error`: the largest difference of losses, gradients and weights of ranks from one process's, of each
+    tensor's maximum, under each layout and option of memory; `parallel_half_error`: in bfloat16, the error of ranks ÷ one
+    process's (`benchmarks.trainer.rank_errors`). `peak_vs_estimate`: what `rollmesh memory` predicts ÷ the most resident
+    memory of a process that makes those steps; `formula_vs_fake`: its formula ÷ its fake run; each of the case that is
+    farthest from 1.
     """
 
     packed_vs_padded: float | None
@@ -106,7 +110,9 @@ class TrainerBench(msgspec.Struct, frozen=True, kw_only=True):
     metrics_lag: float | None
     ckpt_memory: float | None
     scaling_2: float | None
+    overhead_1: float | None
     pack_share: float | None
+    publish_peak_share: float | None
     scaling_smollm2: float | None
     resume_equal: float | None
     resume_conflicts: float | None

@@ -11,19 +11,18 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 
 import httpx
 import pydantic
 
 from services.config.load import flat_settings
 from services.doctor.session import of_session
-from services.host.files import LineTail
+from services.host.files import LineTail, end_of
 from services.host.run_folder import RunFolder, is_held
 from services.observability.mesh_status.collector import StatusCollector
 from services.policies.diagnosis.finding import Finding, error
 from services.policies.diagnosis.fleet import Sampling, of_account, of_events, of_stragglers, of_weights, stragglers
-from services.policies.diagnosis.logs import of_interrupted, of_logs
+from services.policies.diagnosis.logs import LOG_BYTES, of_interrupted, of_logs
 from services.policies.diagnosis.mesh import of_causes, of_unread
 from services.policies.diagnosis.store import of_clocks, of_store
 from services.policies.diagnosis.training import of_steps
@@ -35,8 +34,6 @@ from services.security.tls import Trust
 from services.wire.run_metrics import StepMetrics, decode_step_metrics
 from services.wire.weights_api import VerifyView, WeightEvent
 
-LOG_BYTES = 64 << 10
-"""Of the end of each log."""
 _LOOK_S = 2.2
 """Servers announce what they have sampled every second."""
 _HASHING_S = 6.0
@@ -47,7 +44,7 @@ _EVENTS_S = 1.5
 def examine_folder(folder: RunFolder) -> list[Finding]:
     """What the files of a run say."""
     lines = read_steps(folder)
-    logs = {path.stem: _end_of(path) for path in sorted(folder.logs.glob("*.log"))}
+    logs = {path.stem: end_of(path, LOG_BYTES) for path in sorted(folder.logs.glob("*.log"))}
     found = [*of_steps(lines), *of_logs(logs)]
     if not is_held(folder) and not folder.summary.exists():
         steps = flat_settings(folder.config).get("steps")
@@ -59,15 +56,6 @@ def examine_folder(folder: RunFolder) -> list[Finding]:
 def read_steps(folder: RunFolder) -> list[StepMetrics]:
     """The lines of metrics.jsonl that can be read."""
     return [line for line in map(decode_step_metrics, LineTail(folder.metrics).new_lines()) if line is not None]
-
-
-def _end_of(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LOG_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 async def examine_mesh(url: str, run_id: str, keys: KeyPlaces, trust: Trust) -> list[Finding]:

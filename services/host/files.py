@@ -64,6 +64,16 @@ def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
         sync(path.parent)
 
 
+def end_of(path: Path, most_bytes: int) -> str:
+    """The end of a file of text, such as a log; empty where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - most_bytes))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def remove_unfinished(parent: Path) -> None:
     """Remove unfinished folders in `parent` of processes of this host that have died."""
     for leftover in parent.glob(f"{_MAKING}{_host()}-*"):

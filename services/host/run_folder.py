@@ -169,11 +169,14 @@ def _locks(file: IO[str], how: int, after_s: float = 0.0) -> bool:
 
 def run_folders(root: Path) -> list[RunFolder]:
     """The run folders in `root`, the one that was begun last first; none where `root` is not there."""
+    return [folder for folder in _folders(root) if folder.run_id.is_file()]
+
+
+def _folders(root: Path) -> list[RunFolder]:
+    """Those of runs, and of standing rollout planes (`rollmesh serve`), the newest first."""
     if not root.is_dir():
         return []
-    found = [
-        RunFolder(each) for each in root.iterdir() if (each / "config.toml").is_file() and (each / "run-id").is_file()
-    ]
+    found = [RunFolder(each) for each in root.iterdir() if (each / "config.toml").is_file()]
     return sorted(found, key=lambda folder: folder.config.stat().st_mtime, reverse=True)
 
 
@@ -196,8 +199,8 @@ USUAL_REDIS = "redis://127.0.0.1:6379/0"
 
 
 def running_redis(root: Path) -> str:
-    """The address of the Redis of the newest run that runs in `root`; the usual one where none does."""
-    running = (folder for folder in run_folders(root) if folder.redis_url.is_file() and is_held(folder))
+    """The address of the Redis of the newest run, or rollout plane, that runs in `root`; the usual one where none does."""
+    running = (folder for folder in _folders(root) if folder.redis_url.is_file() and is_held(folder))
     newest = next(running, None)
     return USUAL_REDIS if newest is None else newest.redis_url.read_text(encoding="utf-8").strip()
 

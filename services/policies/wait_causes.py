@@ -6,7 +6,8 @@
 | `silent`        | it takes connections and answers nothing: stopped, hung, or cut off   | yes  |
 | `unheard`       | it answers, but Redis does not hear of it any more                    | yes  |
 | `not_ready`     | it says itself why it cannot do its work                              | yes  |
-| `starting`      | the same, before the run has made a step                              | no   |
+| `starting`      | the same, before the run has made a step, and of a server that has    | no   |
+|                 | sampled nothing yet                                                   |      |
 | `store_full`    | Redis holds as much as a run may fill, and admits no group            | yes  |
 | `draws_nothing` | a server has samples, and generated no token between two readings     | no   |
 | `open_group`    | the trainer waits, and this is the oldest group that is not whole     | no   |
@@ -56,6 +57,8 @@ class SeenService:
     running: int = 0
     sampled: int | None = None
     apart_s: float = 0.0
+    worked: bool = False
+    """A server that has sampled tokens: it does not start any more, also where no trainer makes a step."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ def _of_service(seen: SeenService, groups: tuple[SeenGroup, ...], now: float, *,
         what = f"{seen.name} answers, but let its lease run out (can it reach Redis?), {heard}"
         return Cause("unheard", seen.name, seen.last_heard, what, True, groups)
     if seen.probe == "not_ready":
+        starting = starting and not seen.worked
         what = f"{seen.name} is not ready{' yet' if starting else ''}: {'; '.join(seen.reasons)}"
         return Cause("starting" if starting else "not_ready", seen.name, now, what, not starting, groups)
     if seen.running and seen.sampled == 0:

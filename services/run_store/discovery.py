@@ -121,6 +121,11 @@ class ServerRecord(ServiceRecord, frozen=True, kw_only=True):
     """From how many on it admits no group."""
 
 
+def weight_bus_record(url: str, told_by: str) -> ServiceRecord:
+    """The run's bus, which speaks to no Redis; every service that knows its address tells the same."""
+    return ServiceRecord(name="weight-bus", kind="weight-bus", url=url, told_by=told_by)
+
+
 class Listed(msgspec.Struct, frozen=True):
     """A record, whether its lease lasts, and when it was last announced (Unix seconds, by the clock of Redis)."""
 

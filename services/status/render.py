@@ -116,7 +116,8 @@ def _figures(report: MeshReport) -> RenderableType:
         if queue.unaccounted or queue.corrected:
             balance = f"{queue.unaccounted} unaccounted for, {queue.corrected} corrected: Redis has lost something"
             table.add_row("balance", Text(balance, style=BAD if queue.unaccounted else NOTE))
-        table.add_row("groups", f"{queue.open_groups} open, {queue.asking_groups} wait for admission")
+        dropped = f", {queue.dropped_groups} of {queue.opened_groups} dropped" if queue.dropped_groups else ""
+        table.add_row("groups", f"{queue.open_groups} open, {queue.asking_groups} wait for admission{dropped}")
     for wait in report.waits:
         if wait is not report.trainer_waits:
             table.add_row(f"{wait.component} waits", f"{report.at - wait.since:.1f} s for {wait.waiting_for}")

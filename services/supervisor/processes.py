@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from services.host.files import end_of
 from services.policies.backoff import MISUSE, RUN_FAILED, GiveUp, RestartPolicy
 from services.policies.diagnosis.logs import last_words
 from services.supervisor import reaper as reaper
@@ -175,13 +176,7 @@ class Child:
 
 def log_tail(log: Path, lines: int) -> str:
     """The last lines of a log that may not exist, for an error message."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 16384))
-            text = file.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
-    return "\n".join(text.splitlines()[-lines:])
+    return "\n".join(end_of(log, 16384).splitlines()[-lines:])
 
 
 Say = Callable[[str], None]

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from services.config.load import dump_settings
 from services.config.settings import RunSettings
-from services.host.files import remove_shm_files, shm_directory, shm_prefix, write_whole
+from services.host.files import remove_shm_files, shm_directory, shm_prefix, write_whole, writing
 from services.host.process import missing_tunables
 from services.host.run_folder import held
 from services.observability.terminal import as_text
@@ -81,6 +81,7 @@ async def _serve(settings: RunSettings, keys: KeyPlaces, port: int, console: Con
                     )
             finally:
                 remove_shm_files(run_id)
+                folder.redis_url.unlink(missing_ok=True)
                 shutil.rmtree(folder.redis, ignore_errors=True)
 
 
@@ -92,6 +93,9 @@ async def _stand(
     def say(line: str) -> None:
         _say(console, line)
 
+    redis_url = without_password(plan.redis_url)
+    with writing(resolved.folder.redis_url):
+        write_whole(resolved.folder.redis_url, f"{redis_url}\n".encode())
     peer, deadline_s = keys.read("supervisor").peer, resolved.settings.rollout.start_timeout_s
     headers = {} if peer is None else {"authorization": f"Bearer {peer}"}
 
@@ -102,7 +106,6 @@ async def _stand(
     async with httpx.AsyncClient(trust_env=False, headers=headers, verify=read_trust(keys.tls).verify) as http:
         await asyncio.gather(*(ready(name, url) for name, url in named_urls(plan)))
     standing.set()
-    redis_url = without_password(plan.redis_url)
     say(f"run {resolved.run_id}; see how it is: rollmesh status --redis-url {redis_url} --run-id {resolved.run_id}")
     if plan.dashboard_url is not None:
         say(f"dashboard: {plan.dashboard_url}")

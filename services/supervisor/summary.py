@@ -10,9 +10,10 @@ from typing import TypeVar
 import msgspec
 
 from services.config.settings import RunSettings
-from services.host.files import LineTail, write_whole
+from services.host.files import LineTail, end_of, write_whole
 from services.host.run_folder import RunFolder
 from services.observability.terminal import as_text
+from services.policies.diagnosis.logs import LOG_BYTES, of_logs
 from services.policies.training.evaluation import interval, ks_of, pass_at, point_of, success_of
 from services.run_store.ledger import Accounts
 from services.wire.errors import UNDECODABLE, WireError
@@ -274,5 +275,7 @@ def closing_lines(folder: RunFolder, summary: Summary) -> list[str]:
     if summary.warnings:
         seen = ", ".join(f"{kind} in {steps} steps" for kind, steps in summary.warnings.items())
         rows["warnings" if _learned(summary) else "may not have learned"] = f"{seen}: see {folder.metrics}"
+    for finding in of_logs({path.stem: end_of(path, LOG_BYTES) for path in sorted(folder.logs.glob("*.log"))}):
+        rows[finding.id] = f"{as_text(finding.cause)}: rollmesh doctor {folder.root}"
     widest = max(map(len, rows))
     return [f"{name:{widest}}  {value}" for name, value in rows.items()]

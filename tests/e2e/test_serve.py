@@ -41,6 +41,21 @@ def called(command: str) -> dict[str, Any]:
     return answer
 
 
+def assert_status_finds_it(mesh: Running, folder: Path) -> None:
+    """Without an address, all of it, and a bus that hangs."""
+    well = run_command(["status"], cwd=folder)
+    assert (well.code, well.err) == (0, "")
+    states = {line.split()[0]: line.split()[1] for line in well.out.splitlines() if " http://" in line}
+    assert states == dict.fromkeys(("gateway", "s0", "weight-bus"), "ready")
+    bus = mesh.service("weight-bus")
+    bus.suspend()
+    try:
+        hung = run_command(["status"], cwd=folder)
+    finally:
+        bus.resume()
+    assert hung.code == 1 and "because: weight-bus takes connections and answers nothing" in hung.out
+
+
 @pytest.mark.parametrize(
     "keys",
     [
@@ -59,7 +74,7 @@ def test_one_command_serves_a_model_and_prints_a_call_that_works(
         command += ["--redis-url", redis_url]
     authority = tmp_path / "tls" / "localhost" / "ca.pem"
     trusted = ssl.create_default_context(cafile=authority) if keys else ssl.create_default_context()
-    run_dir = tmp_path / "plane"
+    run_dir = tmp_path / "runs" / "plane"
     with running(run_dir, [*command, "--run-dir", str(run_dir)]) as mesh:
         said = list(lines_until(mesh, "Ctrl-C stops it"))
         (page,) = (line.removeprefix("dashboard: ") for line in said if line.startswith("dashboard: "))
@@ -68,6 +83,8 @@ def test_one_command_serves_a_model_and_prints_a_call_that_works(
             runs = http.get(f"{page}api/runs", headers={"authorization": f"Bearer {key}"})
             strangers = http.get(f"{page}api/runs")
         opened, answered = (called(line.removeprefix("try: ")) for line in said if line.startswith("try: "))
+        if not keys:
+            assert_status_finds_it(mesh, tmp_path)
         done = end_by(mesh, signal.SIGINT)
     servers = {"rollout-server-0", "rollout-server-1"} if keys else {"rollout-server-0"}
     assert {line.split()[0] for line in said if " is ready at http" in line} == {"weight-bus", "gateway", *servers}
@@ -75,6 +92,7 @@ def test_one_command_serves_a_model_and_prints_a_call_that_works(
     assert all(f" is ready at {scheme}://" in line for line in said if " is ready at " in line)
     assert page.startswith(f"{scheme}://")
     (status,) = (line for line in said if "rollmesh status" in line)
+    assert not (run_dir / "redis-url").exists()
     assert (f"--redis-url {redis_url} " in status) is keys
     assert [run["live"] for run in runs.json()["runs"]] == [True]
     assert strangers.status_code == (401 if keys else 200)

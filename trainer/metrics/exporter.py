@@ -29,7 +29,7 @@ from services.http.app import Stop, make_app, make_server, open_port
 from services.http.auth import AuthMiddleware, Authorizer
 from services.observability import catalog
 from services.observability.metrics import Metrics, Reading
-from services.run_store.discovery import Heartbeat, ServiceRecord, StoreState, announced
+from services.run_store.discovery import Heartbeat, ServiceRecord, StoreState, announced, weight_bus_record
 from services.run_store.ledger import Accounts, Ledger
 from services.run_store.status import EvaluationStore, TrainerStatus, Wait, post_trainer_status, read_waits
 from services.security.permissions import NO_KEYS, Keys, lacking
@@ -72,8 +72,7 @@ def open_telemetry(
         raise
     records = (
         ServiceRecord(name=NAME, kind="trainer", url=url),
-        # The bus speaks to no Redis.
-        ServiceRecord(name="weight-bus", kind="weight-bus", url=bus_url, told_by=NAME),
+        weight_bus_record(bus_url, told_by=NAME),
     )
     telemetry = Telemetry(
         redis,

@@ -142,6 +142,7 @@ class StatusCollector:
             if server and before and known and apart_s >= self._collect_again_s
             else None,
             apart_s=apart_s,
+            worked=server is not None and server.sampled_tokens > 0,
         )
 
     def _remember(self, listed: Sequence[Listed]) -> None:

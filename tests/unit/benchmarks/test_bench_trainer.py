@@ -130,7 +130,8 @@ async def test_a_plan_of_memory_is_what_a_process_takes() -> None:
 async def test_two_ranks_are_measured_against_one() -> None:
     said: list[str] = []
     measured = await measure_ranks(1, said.append, hidden_size=64, layers=1, steps=1)
-    assert set(measured.rounds) == {"scaling_2", "pack_share"} <= set(FIGURES)
+    assert set(measured.rounds) == {"scaling_2", "overhead_1", "pack_share", "publish_peak_share"} <= set(FIGURES)
+    assert 0.0 < measured.rounds["publish_peak_share"][0] <= 1.0
     assert 0.0 < measured.rounds["pack_share"][0] < 0.5 < 2.5 * measured.rounds["scaling_2"][0]
     assert "s on two" in said[0]
 

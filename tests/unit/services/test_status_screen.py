@@ -115,7 +115,7 @@ def test_the_screen_says_everything_that_the_report_does() -> None:
         "dropped expired 4",
         "held out 50.0% (0.0% to 100.0%) of 4 problems, versions 20 to 20, 10 s ago",
         "queue 12 trajectories in the stream, 64 trained",
-        "groups 10 open, 5 wait for admission",
+        "groups 10 open, 5 wait for admission, 1 of 20 dropped",
         "environment waits 1.0 s for admission",
         "not read: the ledger: Redis failed",
     ]

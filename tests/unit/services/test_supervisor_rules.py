@@ -317,6 +317,12 @@ def test_the_summary_has_the_promised_keys_and_sums_over_engines(tmp_path: Path)
         "  hard              0% (0% to 9%) → 98% (87% to 100%)",
     ]
     assert any(line.endswith(str(folder.curves)) for line in lines)
+    assert "groups-lost" not in told
+    folder.logs.mkdir()
+    lost = "2026 [warning ] group lost   again=True cause=environment task=t why='KeyError: 7 (a.py:3)'"
+    (folder.logs / "environment.log").write_text(f"{lost}\n" * 3)
+    told = {line.partition("  ")[0]: line for line in closing_lines(folder, summary)}
+    assert told["groups-lost"].endswith(f"nothing is learned from those: rollmesh doctor {folder.root}")
 
 
 def test_a_report_that_is_missing_or_lacks_a_figure_is_named(tmp_path: Path) -> None:

@@ -91,6 +91,13 @@ def test_what_still_starts_is_said_and_is_no_fault() -> None:
     assert {(cause.kind, cause.sure) for cause in found} == {("starting", False), ("gone", True)}
 
 
+def test_a_server_that_has_sampled_does_not_start_any_more() -> None:
+    """Of a standing plane, where no trainer makes a step."""
+    services = [seen(probe="not_ready", reasons=("the engine has failed",), worked=True)]
+    (found,) = find_causes(services, [], trainer_waits_since=None, asking_groups=0, now=NOW, starting=True)
+    assert (found.kind, found.sure) == ("not_ready", True)
+
+
 def test_an_evaluation_before_training_is_no_fault_of_the_environment() -> None:
     found = find_causes(
         [seen(running=8, sampled=90)], [], trainer_waits_since=NOW - 3.0, asking_groups=0, now=NOW, starting=True
