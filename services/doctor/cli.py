@@ -24,8 +24,8 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 _HELP = """Say what is wrong, with cause, evidence and remedy: of this machine and a run that is planned, or of a run.
 
 Given settings, as for `rollmesh up`: whether such a run can work here, its task tried without a model, and how fast weights
-travel. Given a run folder or a run: what its files, and its services while it runs, say. Given nothing: the newest run that
-runs in ./runs, else a run with default settings.
+travel. Given a run folder or a run: what its files, and its services while it runs, say. Given nothing: the newest run, or
+plane of `rollmesh serve`, that runs in ./runs, else a run with default settings.
 
 Exit code 0: nothing was found; 1: something was; 2: misuse.
 
@@ -61,6 +61,7 @@ def doctor(
 
     from services.config.recipes import find_recipe
     from services.doctor.planned import Planned
+    from services.host.run_folder import USUAL_REDIS, running_redis
     from services.security.keys import KeyPlaces
     from services.wire.errors import UsageError
 
@@ -80,10 +81,15 @@ def doctor(
     if planned:
         found = asyncio.run(_of_plan(Planned(config, settings, keys)))
     elif redis_url is not None or run_id is not None:
-        found = asyncio.run(_of_mesh(redis_url or _running(root), run_id, keys))
+        found = asyncio.run(_of_mesh(redis_url or running_redis(root) or USUAL_REDIS, run_id, keys))
     else:
         folder = _folder(named, root)
-        examining = _of_plan(Planned(None, [], keys)) if folder is None else _of_run(folder, keys)
+        if folder is not None:
+            examining = _of_run(folder, keys)
+        elif (plane := running_redis(root)) is not None:
+            examining = _of_mesh(plane, None, keys)
+        else:
+            examining = _of_plan(Planned(None, [], keys))
         found = asyncio.run(examining)
     _show(found, as_json=json, more=_UNTRIED if planned else "")
     if found:
@@ -107,12 +113,6 @@ def _folder(named: str | None, root: Path) -> RunFolder | None:
     if named is not None:
         return found_run(named, root)
     return next((folder for folder in run_folders(root) if is_held(folder)), None)
-
-
-def _running(root: Path) -> str:
-    from services.host.run_folder import running_redis
-
-    return running_redis(root)
 
 
 async def _of_plan(planned: Planned) -> list[Finding]:

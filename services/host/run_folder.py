@@ -198,11 +198,11 @@ def found_run(name: str | None, root: Path) -> RunFolder:
 USUAL_REDIS = "redis://127.0.0.1:6379/0"
 
 
-def running_redis(root: Path) -> str:
-    """The address of the Redis of the newest run, or rollout plane, that runs in `root`; the usual one where none does."""
+def running_redis(root: Path) -> str | None:
+    """The address of the Redis of the newest run, or rollout plane, that runs in `root`; None where none does."""
     running = (folder for folder in _folders(root) if folder.redis_url.is_file() and is_held(folder))
     newest = next(running, None)
-    return USUAL_REDIS if newest is None else newest.redis_url.read_text(encoding="utf-8").strip()
+    return None if newest is None else newest.redis_url.read_text(encoding="utf-8").strip()
 
 
 def free_bytes(path: Path) -> int:

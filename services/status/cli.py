@@ -63,7 +63,7 @@ def status(
 
     trust = read_trust(tls_dir)
     found = redis_url or running_redis(_RUNS)
-    guessed = redis_url is None and found == USUAL_REDIS
+    guessed, found = found is None, found or USUAL_REDIS
     redis_url = reached_by(found, read_keys("reader", keys_dir, {"redis": redis_password_file}).redis, trust)
     further = [_further(each) for each in also or []]
     try:

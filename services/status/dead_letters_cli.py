@@ -36,13 +36,13 @@ def dead_letters(
 
     import msgspec
 
-    from services.host.run_folder import running_redis
+    from services.host.run_folder import USUAL_REDIS, running_redis
     from services.run_store.client import check_reachable, reached_by
     from services.security.keys import read_keys
     from services.security.tls import read_trust
     from services.wire.errors import UsageError
 
-    given, redis_url = redis_url, redis_url or running_redis(_RUNS)
+    given, redis_url = redis_url, redis_url or running_redis(_RUNS) or USUAL_REDIS
     password = read_keys("reader", keys_dir, {"redis": redis_password_file}).redis
     redis_url = reached_by(redis_url, password, read_trust(tls_dir))
     try:

@@ -47,6 +47,8 @@ def assert_status_finds_it(mesh: Running, folder: Path) -> None:
     assert (well.code, well.err) == (0, "")
     states = {line.split()[0]: line.split()[1] for line in well.out.splitlines() if " http://" in line}
     assert states == dict.fromkeys(("gateway", "s0", "weight-bus"), "ready")
+    examined = run_command(["doctor"], cwd=folder)
+    assert (examined.code, examined.out) == (0, "nothing is wrong, as far as can be seen\n"), examined
     bus = mesh.service("weight-bus")
     bus.suspend()
     try:

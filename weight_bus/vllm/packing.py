@@ -17,8 +17,10 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
+import structlog
 import torch
 
 from weight_bus.memory.throttle import BESIDE_DECODING, CpuThrottle, background_threads
@@ -29,6 +31,7 @@ _SHARE = 0.12
 a core it slowed decoding by a seventh (measured)."""
 _SMALL_BYTES = 32 << 20
 """Smaller weights fit the caches and are packed within a step or two: no need for the lower share."""
+_log = structlog.get_logger()
 # glibc's mallopt.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
@@ -36,7 +39,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 class Product:
     """`cpu_linear` of one layer. `packed`: None multiplies by the weight that the layer passes.
 
-    Without oneDNN's products in this build of vLLM it stays None.
+    Without oneDNN's products of this dtype it stays None, as vLLM itself goes on without them.
     """
 
     __slots__ = ("packed",)
@@ -54,7 +57,7 @@ class Product:
 
     def pack(self, weights: Sequence[torch.Tensor], _: Callable[[], None]) -> Any:
         """A copy of the layer's one weight."""
-        return _pack(weights[0]) if can_pack() else None
+        return _pack(weights[0]) if can_pack(weights[0].dtype) else None
 
 
 class PackedLayers:
@@ -137,9 +140,17 @@ class PackedLayers:
                 layer.packed = packed
 
 
-def can_pack() -> bool:
-    """Whether this build of vLLM has oneDNN's products."""
-    return hasattr(torch.ops._C, "create_onednn_mm_handler")
+@cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build of vLLM has oneDNN's products, and this CPU those of `dtype`: not of 16 bits without AVX-512."""
+    if not hasattr(torch.ops._C, "create_onednn_mm_handler"):
+        return False
+    try:
+        _pack(torch.zeros(64, 64, dtype=dtype))
+    except RuntimeError as error:
+        _log.warning("linear layers are not packed", dtype=str(dtype).removeprefix("torch."), why=str(error))
+        return False
+    return True
 
 
 def _keep_freed_memory() -> None:

@@ -41,7 +41,7 @@ class Model(nn.Module):
 def kernels() -> None:
     import vllm._custom_ops  # noqa: F401 - registers the kernels
 
-    if not can_pack():
+    if not can_pack(torch.float32):
         pytest.skip("this vLLM has no packed products")
 
 
@@ -156,3 +156,18 @@ def test_packed_copies_do_not_follow_the_memory_they_were_packed_from() -> None:
     for tensor in new.values():
         tensor.zero_()
     assert close(model.products(), wanted)
+
+
+def test_a_dtype_without_packed_products_is_multiplied_as_it_is() -> None:
+    """As 16 bits are on a CPU without AVX-512."""
+    assert not can_pack(torch.float64)
+    model = Model().double()
+    layers = PackedLayers(model)
+    weights = storage(model)
+    layers.pack(1, weights)
+    layers.flip(1)
+    with torch.no_grad():
+        x = X.double()
+        for layer, weight in ((model.first, weights["first.weight"]), (model.head, weights["embedding.weight"])):
+            assert torch.equal(layer.cpu_linear(x, layer.weight, None), torch.nn.functional.linear(x, weight))
+    layers.close()
