@@ -53,6 +53,7 @@ HIDDEN_SIZE, LAYERS, STEPS = 256, 4, 5
 SMOLLM2, SMOLLM2_STEPS = "smollm2-135m", 3
 _WITHIN_S = 600.0
 _TURNS = 4
+"""Of a grouped rank and a bare learner in the time of a step on the whole batch."""
 _BUCKET = 64 << 10
 """Bytes: weights of the small model are many."""
 

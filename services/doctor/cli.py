@@ -24,8 +24,8 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 _HELP = """Say what is wrong, with cause, evidence and remedy: of this machine and a run that is planned, or of a run.
 
 Given settings, as for `rollmesh up`: whether such a run can work here, its task tried without a model, and how fast weights
-travel. Given a run folder or a run: what its files, and its services while it runs, say. Given nothing: the newest run, or
-plane of `rollmesh serve`, that runs in ./runs, else a run with default settings.
+travel. Given a run folder or a run: what its files, and its services while it runs, say. Given nothing: the newest run that
+runs in ./runs, else a plane of `rollmesh serve` there, else a run with default settings.
 
 Exit code 0: nothing was found; 1: something was; 2: misuse.
 

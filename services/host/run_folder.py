@@ -198,6 +198,15 @@ def found_run(name: str | None, root: Path) -> RunFolder:
 USUAL_REDIS = "redis://127.0.0.1:6379/0"
 
 
+def note_redis(folder: RunFolder, url: str) -> None:
+    """Write down where the Redis of a run or plane is, for `running_redis`; a password in `url` would be written too.
+
+    Raises UsageError where it cannot be written.
+    """
+    with writing(folder.redis_url):
+        write_whole(folder.redis_url, f"{url}\n".encode())
+
+
 def running_redis(root: Path) -> str | None:
     """The address of the Redis of the newest run, or rollout plane, that runs in `root`; None where none does."""
     running = (folder for folder in _folders(root) if folder.redis_url.is_file() and is_held(folder))

@@ -25,9 +25,9 @@ from services.config.fitting import annotated
 from services.config.load import dump_settings
 from services.config.settings import RunSettings
 from services.host.aio import to_its_end
-from services.host.files import remove_shm_files, shm_directory, shm_prefix, write_whole, writing
+from services.host.files import remove_shm_files, shm_directory, shm_prefix, write_whole
 from services.host.process import missing_tunables
-from services.host.run_folder import RunFolder, free_bytes, held
+from services.host.run_folder import RunFolder, free_bytes, held, note_redis
 from services.observability.run_view.observer import Observer, read_engine
 from services.policies.placement.place import Placement
 from services.policies.progress.phase import Part
@@ -228,8 +228,7 @@ class Mesh:
                         lasting.append(tasks.create_task(processes.valkey.run()))
                     await wait_for_redis(redis, REDIS_DEADLINE_S)
                     redis_url = without_password(plan.redis_url)
-                    with writing(self._folder.redis_url):
-                        write_whole(self._folder.redis_url, f"{redis_url}\n".encode())
+                    note_redis(self._folder, redis_url)
                     self._view.say(f"see how it is: rollmesh status --redis-url {redis_url}")
                     if processes.dashboard is not None:
                         self._view.say(f"dashboard: {plan.dashboard_url}")

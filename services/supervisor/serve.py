@@ -15,9 +15,9 @@ from rich.console import Console
 
 from services.config.load import dump_settings
 from services.config.settings import RunSettings
-from services.host.files import remove_shm_files, shm_directory, shm_prefix, write_whole, writing
+from services.host.files import remove_shm_files, shm_directory, shm_prefix, write_whole
 from services.host.process import missing_tunables
-from services.host.run_folder import held
+from services.host.run_folder import held, note_redis
 from services.observability.terminal import as_text
 from services.run_store.client import without_password
 from services.security.keys import KeyPlaces, key_file
@@ -94,8 +94,7 @@ async def _stand(
         _say(console, line)
 
     redis_url = without_password(plan.redis_url)
-    with writing(resolved.folder.redis_url):
-        write_whole(resolved.folder.redis_url, f"{redis_url}\n".encode())
+    note_redis(resolved.folder, redis_url)
     peer, deadline_s = keys.read("supervisor").peer, resolved.settings.rollout.start_timeout_s
     headers = {} if peer is None else {"authorization": f"Bearer {peer}"}
 

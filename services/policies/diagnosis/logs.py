@@ -20,7 +20,7 @@ _GROUP_LOST = re.compile(r"^(?!.*cause(?:=|\": ?\")server\b).*group lost")
 """By its task: a server that ends takes its groups with it, and they are played again elsewhere. In JSON the event stands
 behind its facts."""
 LOG_BYTES = 64 << 10
-"""Of the end of each log, that are looked at."""
+"""How much of the end of each log is looked at."""
 _MANY_LOST = 3
 _LONGEST = 200
 _FAILED = "rollmesh: "
