@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from services.wire.errors import CapacityError, ConflictError, NotReadyError, Ro
 from services.wire.rollout_api import (
     LONGEST_SHOWN,
     LONGEST_WHY,
+    MOST_NAMES,
     EvaluationAnswers,
     OpenGroup,
     SamplingBody,
@@ -97,6 +98,8 @@ class Measured(BaseModel):
     """Problems, those that ask the same counted once; None where that is not known."""
     mean_reward: float | None = None
     """Of an episode; None in a file of before it was written down."""
+    components: dict[str, tuple[float, int]] = {}
+    """Of each that answers had beside their reward: sum, and number of answers that had it."""
     shown: list[ShownAnswer] = []
     """Answers to the first problems."""
 
@@ -166,8 +169,18 @@ def _together(measured: Sequence[Measured]) -> Measured:
         lost_why=next((each.lost_why for each in measured if each.lost), ""),
         different=_sum(each.different for each in measured),
         mean_reward=sum((each.mean_reward or 0.0) * len(each.solved) for each in measured) / len(solved),
+        components=_added(each.components for each in measured),
         shown=[one for each in measured for one in each.shown],
     )
+
+
+def _added(parts: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:
+    added: dict[str, tuple[float, int]] = {}
+    for part in parts:
+        for name, (value, answers) in part.items():
+            before = added.get(name, (0.0, 0))
+            added[name] = before[0] + value, before[1] + answers
+    return added
 
 
 def _sum(counts: Iterable[int | None]) -> int | None:
@@ -247,6 +260,11 @@ async def evaluate(
         lost_why=lost[0][:LONGEST_WHY] if lost else "",
         different=different(held_out),
         mean_reward=sum(map(sum, rewards)) / answers,
+        components=_added(
+            {name: (value, 1) for name, value in episode.ended.components.items()}
+            for episodes in played
+            for episode in episodes
+        ),
         shown=[_shown(episode.last, episode.ended) for episode in played[0][:_SHOWN] if episode.last is not None],
     )
 
@@ -321,7 +339,10 @@ def as_told(measured: Measured, terms: Terms, version: int, began: float) -> Eva
         temperature=terms.temperature,
         seconds=time.monotonic() - began,
         at=time.time(),
-        **measured.model_dump(exclude={"success"}),
+        components={
+            name: value / answers for name, (value, answers) in sorted(measured.components.items())[:MOST_NAMES]
+        },
+        **measured.model_dump(exclude={"success", "components"}),
     )
 
 

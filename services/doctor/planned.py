@@ -18,17 +18,18 @@ import msgspec
 from services.config.load import dump_settings, load_settings
 from services.config.model_folder import read_model_files
 from services.config.settings import RunSettings
-from services.doctor.installation import in_thread_installation, try_transport
+from services.doctor.installation import in_thread_installation, read_load, try_transport
 from services.host.commands import ask
 from services.host.models import is_folder
 from services.policies.diagnosis.environment import of_dialects, of_trial
 from services.policies.diagnosis.finding import Finding, error
+from services.policies.diagnosis.machine import of_unended
 from services.policies.diagnosis.plan import of_model
 from services.policies.diagnosis.store import of_clocks, of_store
 from services.run_store.client import reached_by, read_store
 from services.security.keys import KeyPlaces
 from services.security.tls import read_trust
-from services.wire.errors import UNDECODABLE, RollmeshError, UsageError
+from services.wire.errors import UNDECODABLE, DeadlineError, RollmeshError, UsageError
 from services.wire.tasks.trial import TaskTrial
 
 _CHECK_WITHIN_S = 40.0
@@ -47,14 +48,20 @@ class Planned:
 async def examine_plan(planned: Planned) -> list[Finding]:
     """The findings, each id once or for each thing that has it. Raises UsageError for settings that cannot be."""
     settings = load_settings(planned.config, planned.overrides)
-    installed, refused, tried, store, transport = await asyncio.gather(
+    installed, refused, (tried, untried), store, transport = await asyncio.gather(
         in_thread_installation(),
         _refusal(planned),
         _trials(settings),
         _store(settings, planned.keys),
         try_transport(settings.weights.transport),
     )
-    own = [*store, *_model(settings, tried), *(found for trial in tried for found in of_trial(trial)), *transport]
+    own = [
+        *store,
+        *_model(settings, tried),
+        *(found for trial in tried for found in of_trial(trial)),
+        *untried,
+        *transport,
+    ]
     said = {each.id for each in own}
     # It says the first of what is wrong alone, and much of it is found here too.
     covered = refused is not None and (refused.id in said or (refused.id == "plan-refused" and _by_task(own)))
@@ -80,18 +87,27 @@ async def _refusal(planned: Planned) -> Finding | None:
         return msgspec.json.decode(lines[-1], type=Finding) if lines else None
     except UsageError as refused:
         return error("plan-refused", refused.what, "`rollmesh up` would not start", "see what it says")
+    except DeadlineError as hangs:
+        busy = read_load()
+        if busy.busy:
+            return of_unended("the settings", hangs.what, busy)
+        return error("plan-refused", "the settings could not be checked", hangs.what, "see `rollmesh up --check`")
     except (RollmeshError, *UNDECODABLE) as failed:
         return error("plan-refused", "the settings could not be checked", str(failed), "see `rollmesh up --check`")
 
 
-async def _trials(settings: RunSettings) -> list[TaskTrial]:
+async def _trials(settings: RunSettings) -> tuple[list[TaskTrial], list[Finding]]:
+    """Of each task; or that they could not be tried."""
     flags = ("--config", "/dev/stdin", "--trial", "--seed", str(settings.seed))
-    hangs = f"{settings.task_in_words} was not tried"
+    hangs = "the trial did not end"
     try:
         said = await ask(("run-environment", *flags), hangs, dump_settings(settings).encode(), within_s=_CHECK_WITHIN_S)
-        return [msgspec.json.decode(line, type=TaskTrial) for line in said.splitlines() if line.startswith(b"{")]
+        return [msgspec.json.decode(line, type=TaskTrial) for line in said.splitlines() if line.startswith(b"{")], []
     except (RollmeshError, *UNDECODABLE) as failed:
-        return [TaskTrial(task=settings.task_in_words, speaks="text", failed=str(failed))]
+        busy = read_load()
+        if isinstance(failed, DeadlineError) and busy.busy:
+            return [], [of_unended(settings.task_in_words, failed.what, busy)]
+        return [TaskTrial(task=settings.task_in_words, speaks="text", failed=str(failed))], []
 
 
 async def _store(settings: RunSettings, keys: KeyPlaces) -> list[Finding]:

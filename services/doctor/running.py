@@ -42,11 +42,11 @@ _EVENTS_S = 1.5
 
 
 def examine_folder(folder: RunFolder) -> list[Finding]:
-    """What the files of a run say."""
+    """What the files of a run, or of a rollout plane, say."""
     lines = read_steps(folder)
     logs = {path.stem: end_of(path, LOG_BYTES) for path in sorted(folder.logs.glob("*.log"))}
     found = [*of_steps(lines), *of_logs(logs)]
-    if not is_held(folder) and not folder.summary.exists():
+    if folder.run_id.is_file() and not is_held(folder) and not folder.summary.exists():
         steps = flat_settings(folder.config).get("steps")
         last = lines[-1].step if lines else 0
         found += of_interrupted(str(folder.root), last, steps if isinstance(steps, int) else last, logs)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 
-from services.wire.errors import RollmeshError, UsageError
+from services.wire.errors import DeadlineError, UsageError
 
 # -P: the folder that the user stands in must not shadow our packages.
 OURS = (sys.executable, "-P", "-m", "services")
@@ -20,7 +20,7 @@ async def ask(
 
     `fails`: it may fail, where it has said something on standard output before.
 
-    Raises UsageError with its last words where it fails, RollmeshError when it hangs.
+    Raises UsageError with its last words where it fails, DeadlineError when it hangs.
     """
     process = await asyncio.create_subprocess_exec(
         *(*OURS, *command),
@@ -34,7 +34,7 @@ async def ask(
         async with asyncio.timeout(within_s):
             answered, said = await process.communicate(given)
     except TimeoutError as error:
-        raise RollmeshError(f"{hangs} in {within_s:g} s", "see what its code waits for") from error
+        raise DeadlineError(f"{hangs} in {within_s:g} s", "see what its code waits for") from error
     finally:
         if process.returncode is None:
             process.kill()

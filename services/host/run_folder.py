@@ -180,16 +180,19 @@ def _folders(root: Path) -> list[RunFolder]:
     return sorted(found, key=lambda folder: folder.config.stat().st_mtime, reverse=True)
 
 
-def found_run(name: str | None, root: Path) -> RunFolder:
-    """The run folder of this path, or of this name in `root`; left out: the newest there. Raises UsageError for none."""
-    known = run_folders(root)
+def found_run(name: str | None, root: Path, *, planes: bool = False) -> RunFolder:
+    """The run folder of this path, or of this name in `root`; left out: the newest there. `planes`: or a standing plane's.
+
+    Raises UsageError for none.
+    """
+    known = _folders(root) if planes else run_folders(root)
     if name is None:
         if not known:
             raise UsageError(f"there is no run in {root}", "name a run folder, or say --root")
         return known[0]
     for place in (Path(name), root / name):
         folder = RunFolder(place.expanduser().absolute())
-        if folder.config.is_file() and folder.run_id.is_file():
+        if folder.config.is_file() and (planes or folder.run_id.is_file()):
             return folder
     shown = ", ".join(folder.root.name for folder in known[:5]) or "none"
     raise UsageError(f"{name} is no run folder", f"`rollmesh runs` lists them; the newest in {root}: {shown}")
@@ -207,8 +210,13 @@ def note_redis(folder: RunFolder, url: str) -> None:
         write_whole(folder.redis_url, f"{url}\n".encode())
 
 
+def running_folder(root: Path) -> RunFolder | None:
+    """Of the newest run, or rollout plane, that runs in `root`; None where none does."""
+    return next((folder for folder in _folders(root) if is_held(folder)), None)
+
+
 def running_redis(root: Path) -> str | None:
-    """The address of the Redis of the newest run, or rollout plane, that runs in `root`; None where none does."""
+    """The address of the Redis of the newest run or plane that runs in `root` and has one; None where none does."""
     running = (folder for folder in _folders(root) if folder.redis_url.is_file() and is_held(folder))
     newest = next(running, None)
     return None if newest is None else newest.redis_url.read_text(encoding="utf-8").strip()

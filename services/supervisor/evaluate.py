@@ -10,6 +10,7 @@ import json
 import signal
 import sys
 import tempfile
+import time
 from asyncio.subprocess import Process
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class Asked:
 def evaluate_in_foreground(asked: Asked, *, as_json: bool) -> int:
     """Measure and print; returns the exit code, 1 where every episode was lost. Raises RollmeshError."""
     say = Console(stderr=True, soft_wrap=True, highlight=False)
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rollmesh-eval-") as scratch:
         evaluation = asyncio.run(until_stopped(_measure(asked, Path(scratch), say)))
     if isinstance(evaluation, signal.Signals):
@@ -63,12 +65,15 @@ def evaluate_in_foreground(asked: Asked, *, as_json: bool) -> int:
     if as_json:
         sys.stdout.write(evaluation.model_dump_json(indent=2, exclude={"due", "first_version", "last_version"}) + "\n")
     else:
-        Console(soft_wrap=True, highlight=False).print(*_lines(evaluation), sep="\n", markup=False)
+        Console(soft_wrap=True, highlight=False).print(
+            *_lines(evaluation, time.monotonic() - began), sep="\n", markup=False
+        )
     # Where every episode was lost, nothing was measured.
     return int(evaluation.lost == evaluation.problems * evaluation.samples)
 
 
-def _lines(found: Evaluation) -> list[str]:
+def _lines(found: Evaluation, took_s: float) -> list[str]:
+    """`took_s`: seconds, starting and stopping included."""
     lost = lost_in_words(found.lost, found.problems * found.samples, found.lost_why)
     how = "greedily" if found.temperature == 0.0 else f"at temperature {found.temperature:g}"
     rows = {
@@ -79,13 +84,14 @@ def _lines(found: Evaluation) -> list[str]:
         "problems": f"{found.problems}{_repeats(found)}, {found.samples} answers each, {how}",
         "answer length": f"{found.mean_length:.1f} tokens" + _cut_off(found),
         **({} if found.mean_reward is None else {"reward": f"{found.mean_reward:.3f} in the mean"}),
+        **{f"mean {name}": f"{value:.3g}" for name, value in found.components.items()},
         **_signal(found),
         **{
             f"  {name}": f"{each.success:.1%} ({each.low:.1%} to {each.high:.1%}) of {each.problems}, "
             f"{each.mean_length:.1f} tokens"
             for name, each in found.tasks.items()
         },
-        "took": f"{found.seconds:.1f} s",
+        "took": f"{found.seconds:.1f} s, and {max(0.0, took_s - found.seconds):.0f} s to start and stop the servers",
     }
     widest = max(map(len, rows))
     return [f"{name:{widest}}  {value}" for name, value in rows.items()] + _answers(found)

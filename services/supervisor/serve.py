@@ -105,7 +105,9 @@ async def _stand(
     async with httpx.AsyncClient(trust_env=False, headers=headers, verify=read_trust(keys.tls).verify) as http:
         await asyncio.gather(*(ready(name, url) for name, url in named_urls(plan)))
     standing.set()
-    say(f"run {resolved.run_id}; see how it is: rollmesh status --redis-url {redis_url} --run-id {resolved.run_id}")
+    at = f"--redis-url {redis_url} --run-id {resolved.run_id}"
+    say(f"run {resolved.run_id}; see how it is: rollmesh status {at}")
+    say(f"is something wrong with it: rollmesh doctor {at}")
     if plan.dashboard_url is not None:
         say(f"dashboard: {plan.dashboard_url}")
     for command in example_calls(plan, keys):

@@ -279,6 +279,8 @@ class TaskAnswers(Body):
 
 LONGEST_WHY = 500
 """Characters of a reason."""
+MOST_NAMES = 64
+"""Of components in an evaluation."""
 
 
 LONGEST_SHOWN = 2000
@@ -324,6 +326,10 @@ class EvaluationAnswers(Body):
     """Problems, those that ask the same counted once; None where that is not known."""
     mean_reward: float | None = None
     """Of an episode."""
+    components: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(
+        default_factory=dict, max_length=MOST_NAMES
+    )
+    """Mean of each that answers had beside their reward, over the answers that had it."""
     shown: list[ShownAnswer] = Field(default_factory=list, max_length=100)
     """Answers to some of the problems, where nothing is trained and the environment asks in texts."""
     tasks: list[TaskAnswers] = Field(default_factory=list, max_length=100)
@@ -375,6 +381,7 @@ class Evaluation(Body):
     lost_why: str = ""
     different: int | None = None
     mean_reward: float | None = None
+    components: dict[str, float] = Field(default_factory=dict)
     shown: list[ShownAnswer] = Field(default_factory=list)
     seconds: float
     at: float

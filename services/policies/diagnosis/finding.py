@@ -22,6 +22,7 @@ FindingId = Literal[
     "keys",
     "nixl-unusable",
     "nixl-slow",
+    "not-tried",
     # Redis
     "redis-unreachable",
     "redis-evicts",

@@ -11,6 +11,8 @@ from services.wire.extras import install
 EXPECTED_BYTES_PER_S = {"nixl": 0.3e9, "shm": 0.5e9}
 """What a transport reads on one host at the least, measured on two shared cores: nixl 2.2 to 2.9 GB/s (0.45 with UCX's
 default list), shm memory's own. A third of the slowest that was seen."""
+BUSY_LOAD = 1.5
+"""Of a core: with so many processes that want to run, a trial that did not end says nothing about what was tried."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,18 @@ class TorchBuild:
     version: str
     cuda: tuple[int, int] | None
     driver_cuda: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy the machine is. `load`: its mean number of processes that run or wait to, of the last minute."""
+
+    load: float
+    cores: int
+
+    @property
+    def busy(self) -> bool:
+        return self.load > BUSY_LOAD * self.cores
 
 
 @dataclass(frozen=True)
@@ -103,6 +117,17 @@ def of_transport(trial: Transport) -> Iterator[Finding]:
             f"{trial.bytes_per_s / 1e9:.2f} GB/s over {trial.nbytes >> 20} MiB, expected {expected / 1e9:.1f} or more",
             "leave UCX_TLS as it is (without cma and shared memory UCX copies through sockets); see what else runs here",
         )
+
+
+def of_unended(what: str, said: str, busy: Load) -> Finding:
+    """Of a trial that ran out of its time on a machine that is `busy`. `what`: that was to be tried; `said`: that it did
+    not end, and within how many seconds."""
+    return warning(
+        "not-tried",
+        f"{what} could not be tried: the machine is too busy",
+        f"{said}; load {busy.load:.1f} on {busy.cores} core{'s' if busy.cores != 1 else ''}",
+        "try again when other work has ended; if it hangs then too, see what its code waits for",
+    )
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -53,6 +53,7 @@ FOUND = Measured(
     first_version=20,
     last_version=22,
     mean_reward=0.25,
+    components={"tool_calls": (3.0, 4)},
     shown=[ShownAnswer(asked="1+1", answer="2", reward=0.5, success=True)],
 )
 
@@ -86,6 +87,7 @@ async def test_each_version_that_is_due_is_evaluated_once_and_overdue_ones_are_l
     assert [told.due for told in run.told] == [10, 30]
     assert run.told[0].solved == [1, 0] and run.told[0].task == "a-task"
     assert run.told[0].mean_reward == 0.25 and run.told[0].shown == []
+    assert run.told[0].components == {"tool_calls": 0.75}
     assert (run.told[0].first_version, run.told[0].last_version) == (20, 22)
 
 

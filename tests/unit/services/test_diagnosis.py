@@ -14,6 +14,7 @@ from services.policies.diagnosis.finding import Finding
 from services.policies.diagnosis.fleet import Sampling, of_account, of_events, of_stragglers, of_weights, stragglers
 from services.policies.diagnosis.logs import of_interrupted, of_logs
 from services.policies.diagnosis.machine import (
+    Load,
     Package,
     TorchBuild,
     Transport,
@@ -21,6 +22,7 @@ from services.policies.diagnosis.machine import (
     of_packages,
     of_torch,
     of_transport,
+    of_unended,
 )
 from services.policies.diagnosis.mesh import of_causes, of_unread
 from services.policies.diagnosis.plan import ModelFiles, least_host_bytes, of_memory, of_model
@@ -83,6 +85,15 @@ def test_a_transport_that_fails_or_is_slow_is_named_with_its_bandwidth() -> None
     assert only(list(of_transport(failed))).id == "nixl-unusable"
     assert "0.05 GB/s" in only(list(of_transport(slow))).evidence
     assert list(of_transport(good)) == []
+
+
+def test_a_machine_is_busy_where_more_processes_want_to_run_than_it_has_cores_for() -> None:
+    assert not Load(2.9, 2).busy
+    busy = Load(3.1, 2)
+    assert busy.busy
+    found = of_unended("task own", "the trial did not end in 40 s", busy)
+    assert (found.id, found.severity) == ("not-tried", "warning")
+    assert found.evidence == "the trial did not end in 40 s; load 3.1 on 2 cores"
 
 
 def test_a_redis_is_judged_by_what_it_says_of_itself_and_not_by_what_it_hides() -> None:
