@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from services.wire.rollout_api import (
     LONGEST_SHOWN,
     LONGEST_WHY,
     MOST_NAMES,
+    CommonestAnswer,
     EvaluationAnswers,
     OpenGroup,
     SamplingBody,
@@ -100,6 +102,8 @@ class Measured(BaseModel):
     """Of an episode; None in a file of before it was written down."""
     components: dict[str, tuple[float, int]] = {}
     """Of each that answers had beside their reward: sum, and number of answers that had it."""
+    commonest: CommonestAnswer | None = None
+    """None where answers are no texts, and of several tasks."""
     shown: list[ShownAnswer] = []
     """Answers to the first problems."""
 
@@ -260,6 +264,7 @@ async def evaluate(
         lost_why=lost[0][:LONGEST_WHY] if lost else "",
         different=different(held_out),
         mean_reward=sum(map(sum, rewards)) / answers,
+        commonest=_commonest([episode.last[1] for each in played for episode in each if episode.last is not None]),
         components=_added(
             {name: (value, 1) for name, value in episode.ended.components.items()}
             for episodes in played
@@ -267,6 +272,13 @@ async def evaluate(
         ),
         shown=[_shown(episode.last, episode.ended) for episode in played[0][:_SHOWN] if episode.last is not None],
     )
+
+
+def _commonest(texts: Sequence[str]) -> CommonestAnswer | None:
+    if not texts:
+        return None
+    (text, times), *_ = Counter(texts).most_common(1)
+    return CommonestAnswer(answer=text[:LONGEST_SHOWN], share=times / len(texts), different=len(set(texts)))
 
 
 def _shown(last: tuple[str, str], ended: Ended) -> ShownAnswer:

@@ -83,6 +83,7 @@ def _lines(found: Evaluation, took_s: float) -> list[str]:
         **({"episodes": lost} if lost else {}),
         "problems": f"{found.problems}{_repeats(found)}, {found.samples} answers each, {how}",
         "answer length": f"{found.mean_length:.1f} tokens" + _cut_off(found),
+        **_same(found),
         **({} if found.mean_reward is None else {"reward": f"{found.mean_reward:.3f} in the mean"}),
         **{f"mean {name}": f"{value:.3g}" for name, value in found.components.items()},
         **_signal(found),
@@ -126,6 +127,15 @@ def _cut_off(found: Evaluation) -> str:
     if found.cut_off is None:
         return ""
     return f", {found.cut_off / (found.problems * found.samples):.0%} cut off by rollout.max_tokens"
+
+
+def _same(found: Evaluation) -> dict[str, str]:
+    """Whether the policy looks at the problems at all."""
+    same = found.commonest
+    if same is None:
+        return {}
+    often = f"; {same.share:.0%} are {_on_a_line(same.answer)}" if same.share > 1.0 / same.different else ""
+    return {"answers": f"{same.different} different" + often}
 
 
 def _signal(found: Evaluation) -> dict[str, str]:

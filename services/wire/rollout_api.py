@@ -296,6 +296,17 @@ class ShownAnswer(Body):
     success: bool
 
 
+class CommonestAnswer(Body):
+    """The last answer of an episode that most episodes have. A policy that gives it to nearly all problems solves as many
+    as that answer is right for."""
+
+    answer: str = Field(max_length=LONGEST_SHOWN)
+    share: float = Field(ge=0.0, le=1.0)
+    """Of the episodes."""
+    different: int = Field(ge=1)
+    """How many different answers there were."""
+
+
 class EvaluationAnswers(Body):
     """Held-out problems, answered by one version, or by those that were served meanwhile. Lengths in sampled tokens."""
 
@@ -330,6 +341,8 @@ class EvaluationAnswers(Body):
         default_factory=dict, max_length=MOST_NAMES
     )
     """Mean of each that answers had beside their reward, over the answers that had it."""
+    commonest: CommonestAnswer | None = None
+    """None where answers are no texts, and of several tasks."""
     shown: list[ShownAnswer] = Field(default_factory=list, max_length=100)
     """Answers to some of the problems, where nothing is trained and the environment asks in texts."""
     tasks: list[TaskAnswers] = Field(default_factory=list, max_length=100)
@@ -382,6 +395,7 @@ class Evaluation(Body):
     different: int | None = None
     mean_reward: float | None = None
     components: dict[str, float] = Field(default_factory=dict)
+    commonest: CommonestAnswer | None = None
     shown: list[ShownAnswer] = Field(default_factory=list)
     seconds: float
     at: float

@@ -194,6 +194,7 @@ def test_a_run_is_evaluated_beside_training_and_its_best_policy_is_evaluated_alo
     assert alone["success"] == summary["success_after"]
     assert round(alone["mean_length"], 3) == summary["response_length_after"]
     assert len(alone["shown"]) == 4 and all(each["asked"] and each["answer"] for each in alone["shown"])
+    assert alone["commonest"]["different"] > 1 and alone["commonest"]["share"] < 0.5
     assert alone["mean_reward"] > 0.0 and any(each["reward"] > 0.0 for each in alone["shown"])
     best = run_command([*again, "--at", "best"], deadline_s=120.0)
     assert best.code == 0, f"{best.out}\n{best.err}"

@@ -27,7 +27,7 @@ from clients.runner.runner import run_environment
 from rollout_server.lifecycle.expire import LEFT_AFTER_S
 from services.wire.errors import ContextLengthError, NotFoundError, RollmeshError
 from services.wire.packed import unpack_mask
-from services.wire.rollout_api import GroupOpened, OpenGroup, RunState, ShownAnswer
+from services.wire.rollout_api import CommonestAnswer, GroupOpened, OpenGroup, RunState, ShownAnswer
 from services.wire.session_api import FinishSession, SessionFinished, SessionStatus, TrajectoryMessages
 from tests.support.agent_playing import (
     A_PROBLEM,
@@ -372,7 +372,13 @@ async def test_an_evaluation_group_is_played_again_at_a_server_that_does_not_los
     wanted = Measured(success=1.0, mean_length=3.0, solved=[1, 1], first_version=0, last_version=7, cut_off=0)
     shown = [ShownAnswer(asked="1+1", answer=session, reward=1.0, success=True) for session in ("s0", "s1")]
     assert measured == wanted.model_copy(
-        update={"task": measured.task, "different": 2, "mean_reward": 1.0, "shown": shown}
+        update={
+            "task": measured.task,
+            "different": 2,
+            "mean_reward": 1.0,
+            "shown": shown,
+            "commonest": CommonestAnswer(answer="s0", share=0.5, different=2),
+        }
     )
     assert [len(server.opened) for server in (unreachable, started_anew, good)] == [1, 1, 1]
     assert {group.purpose for group in good.opened} == {"evaluate"}
