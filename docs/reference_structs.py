@@ -16,6 +16,7 @@ from services.wire.run_metrics import EvaluationReport, Sample, StepMetrics, Tra
 MADE = "<!-- Made by `./dev docs`. -->"
 _PUBLIC = {
     "Writing an environment": ("clients.environments.base", []),
+    "Training an agent of openai-agents": ("clients.environments.adapters.openai_agents", ["openai_agent_environment"]),
     "Calling a rollout server": ("clients.rollout.client", ["RolloutClient"]),
     "Calling it from blocking code": ("clients.rollout.sync_client", ["SyncRolloutClient"]),
     "Asking for rewards": ("clients.environments.rewards", ["RewardsClient"]),

@@ -79,10 +79,12 @@ class Answer:
     """What the policy said in one turn: decoded text without special tokens.
 
     `complete` is False when it was cut off (token limit, abort) before the policy itself ended its turn.
+    `token_ids`: what was sampled, where the environment has a true `reads_token_ids`; else empty, and never sent.
     """
 
     text: str
     complete: bool
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -297,6 +299,11 @@ Dialect = Literal["auto", "text", "chat"]
 """How an Environment speaks to the policy: plain text, or chat messages in the model's own template. `auto` asks the
 server: chat where the model has a template, text where it has none. An agent environment calls the policy as it
 likes."""
+
+
+def reads_token_ids(environment: AnyEnvironment) -> bool:
+    """Whether its answers carry the tokens that were sampled: such an environment has a true `reads_token_ids`."""
+    return bool(getattr(environment, "reads_token_ids", False))
 
 
 def needs_chat(environment: AnyEnvironment) -> bool:

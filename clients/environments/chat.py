@@ -12,7 +12,16 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from clients.environments.base import AgentEndpoint, Answer, Ended, Environment, Judging, Problem, Split
+from clients.environments.base import (
+    AgentEndpoint,
+    Answer,
+    Ended,
+    Environment,
+    Judging,
+    Problem,
+    Split,
+    reads_token_ids,
+)
 from clients.rollout.transport import HttpSession, open_session, post_json
 from services.wire.errors import ContextLengthError, RollmeshError, WireError
 
@@ -49,11 +58,11 @@ class ChatEnvironment:
             if problem.messages is None
             else [dict(message) for message in problem.messages]
         )
-        spoken = False
+        spoken, token_ids = False, reads_token_ids(self.environment)
         async with open_session(endpoint.verify) as http:
             while True:
                 try:
-                    message, answer = await chat(http, endpoint, messages)
+                    message, answer = await chat(http, endpoint, messages, token_ids=token_ids)
                 except ContextLengthError:
                     if not spoken:
                         raise
@@ -68,21 +77,25 @@ class ChatEnvironment:
 
 
 async def chat(
-    http: HttpSession, endpoint: AgentEndpoint, messages: list[dict[str, Any]]
+    http: HttpSession, endpoint: AgentEndpoint, messages: list[dict[str, Any]], *, token_ids: bool = False
 ) -> tuple[dict[str, Any], Answer]:
-    """One chat completion: the assistant's message as it came, and what it says. Raises the server's typed errors."""
+    """One chat completion: the assistant's message as it came, and what it says, by its tokens too where they are asked
+    for. Raises the server's typed errors."""
     url = f"{endpoint.base_url}/chat/completions"
     body = {
         "model": "policy",
         "messages": messages,
         "max_tokens": endpoint.max_tokens,
         "temperature": endpoint.temperature,
+        **({"return_token_ids": True} if token_ids else {}),
     }
     content = await post_json(http, url, body, endpoint.api_key, CALL_TIMEOUT_S, more_errors=(NoChatTemplateError,))
     completion = json.loads(content)
     try:
         choice = completion["choices"][0]
         message = choice["message"]
-        return message, Answer(text=message["content"] or "", complete=choice["finish_reason"] != "length")
+        complete = choice["finish_reason"] != "length"
+        sampled = tuple(choice["token_ids"]) if token_ids else ()
+        return message, Answer(message["content"] or "", complete, sampled)
     except (KeyError, IndexError, TypeError) as error:
         raise WireError(f"POST {url} answered no chat completion ({content[:200]!r})") from error

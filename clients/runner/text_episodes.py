@@ -9,7 +9,17 @@ from types import MappingProxyType
 
 import structlog
 
-from clients.environments.base import Answer, Ended, Environment, Episode, Judging, NextTurn, Problem, describe
+from clients.environments.base import (
+    Answer,
+    Ended,
+    Environment,
+    Episode,
+    Judging,
+    NextTurn,
+    Problem,
+    describe,
+    reads_token_ids,
+)
 from clients.rollout.client import RolloutClient
 from clients.runner.failures import EnvironmentFailedError
 from services.wire.errors import RollmeshError, WireError
@@ -63,13 +73,14 @@ async def play_group(
     for session, problem in zip(group.session_ids, problems, strict=True):
         episodes[session], text = _start(environment, problem)
         turns.append(Turn(session_id=session, text=text))
+    told = reads_token_ids(environment)
     tokens = dict.fromkeys(episodes, 0)
     cut_off: dict[str, bool] = {}
     last: dict[str, tuple[str, str]] = {}
     played: list[Played] = []
     judging: dict[str, Judging] = {}
     while turns:
-        asked = TakeTurns(turns=turns, return_token_ids=evaluating)
+        asked = TakeTurns(turns=turns, return_token_ids=evaluating or told)
         taken = await client.take_turns(group.group_id, asked, group.turn_within_s)
         if len(taken.results) != len(turns):
             raise WireError(f"{client.url} answered {len(taken.results)} turns of {len(turns)}")
@@ -81,7 +92,8 @@ async def play_group(
             session = result.session_id
             tokens[session] += len(result.token_ids or ())
             cut_off[session] = result.finish_reason == "length"
-            reply = _respond(episodes[session], Answer(text=result.text, complete=result.finish_reason == "stop"))
+            sampled = tuple(result.token_ids or ()) if told else ()
+            reply = _respond(episodes[session], Answer(result.text, result.finish_reason == "stop", sampled))
             if isinstance(reply, Ended):
                 played.append(Played(session, reply, tokens[session], cut_off[session], last=last.get(session)))
             elif isinstance(reply, Judging):

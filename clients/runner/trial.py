@@ -157,7 +157,7 @@ def _play(environment: Environment, problem: Problem, text: str, clock: _Clock) 
     episode = environment.start(problem)
     said: list[str | float] = [episode.first_turn]
     for _ in range(MOST_TURNS):
-        reply = clock(partial(episode.respond, Answer(text, complete=True)))
+        reply = clock(partial(episode.respond, Answer(text, True, tuple(text.encode()))))
         if isinstance(reply, Ended):
             said.append(float(reply.reward))
         elif isinstance(reply, NextTurn):

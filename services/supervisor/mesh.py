@@ -49,7 +49,15 @@ from services.supervisor.readiness import (
     wait_for_redis,
 )
 from services.supervisor.stopping import stop_trainer
-from services.supervisor.summary import Summary, flips_of, read_report, success_before, summarise, write_summary
+from services.supervisor.summary import (
+    Summary,
+    components_of,
+    flips_of,
+    read_report,
+    success_before,
+    summarise,
+    write_summary,
+)
 from services.supervisor.view.views import View
 from services.wire.errors import RollmeshError
 from services.wire.run_metrics import WARM_START, EvaluationReport, TrainerReport
@@ -368,6 +376,7 @@ class Mesh:
             ended_at=time.time(),
             restarts=sum(managed.restarts for managed in processes.everyone),
             flips_ms=flips_of(self._folder.metrics),
+            components=components_of(self._folder.metrics),
         )
         write_summary(self._folder, summary)
         return summary

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
@@ -28,6 +29,9 @@ from services.wire.run_metrics import (
 )
 
 ReportT = TypeVar("ReportT")
+_LOOKED_AT = 10
+"""Steps whose mean is told of a figure beside the reward."""
+_MOST_SHOWN = 8
 
 
 class TaskChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +66,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     pass_at_before: dict[int, float]
     pass_at_after: dict[int, float]
     """k → share of held-out problems that k answers solve."""
+    components: dict[str, tuple[float, float]]
+    """Of each figure that the task gives beside its reward, the mean over the first ten steps that have it, and over the
+    last ten."""
     tasks: dict[str, TaskChange]
     """Of a run of several tasks, each by itself; all other figures are of all of them together."""
     evaluations: list[EvaluationPoint]
@@ -124,9 +131,10 @@ def summarise(
     ended_at: float,
     restarts: int,
     flips_ms: Sequence[float] = (),
+    components: Mapping[str, tuple[float, float]] = MappingProxyType({}),
 ) -> Summary:
     """Put the figures together; `began_at` and `ended_at` in Unix seconds. With several engines, counts are sums.
-    `flips_ms`: of the updates, `flips_of`.
+    `flips_ms`: of the updates, `flips_of`; `components`: of the steps, `components_of`.
 
     Raises WireError for a trainer that made no step.
     """
@@ -147,6 +155,7 @@ def summarise(
         success_interval_after=_within(evaluation.solved_after, samples, evaluation.different),
         pass_at_before=_pass_at(evaluation.solved_before, samples),
         pass_at_after=_pass_at(evaluation.solved_after, samples),
+        components=dict(components),
         tasks={name: _change(each, samples) for name, each in evaluation.tasks.items()},
         evaluations=[point_of(each) for each in evaluations],
         response_length_before=round(evaluation.mean_length_before, 3),
@@ -182,6 +191,19 @@ def flips_of(metrics: Path) -> list[float]:
     """`flip_ms` of the steps of metrics.jsonl that saw an update."""
     lines = map(decode_step_metrics, LineTail(metrics).new_lines())
     return [line.flip_ms for line in lines if line is not None and line.flip_ms > 0]
+
+
+def components_of(metrics: Path) -> dict[str, tuple[float, float]]:
+    """`Summary.components`, of the steps of metrics.jsonl. Success has a line of its own in it."""
+    seen: dict[str, list[float]] = {}
+    for line in map(decode_step_metrics, LineTail(metrics).new_lines()):
+        for name, value in line.components.items() if line is not None else ():
+            seen.setdefault(name, []).append(value)
+    return {
+        name: (statistics.fmean(values[:_LOOKED_AT]), statistics.fmean(values[-_LOOKED_AT:]))
+        for name, values in sorted(seen.items())
+        if name != "success"
+    }
 
 
 def _change(of: TaskReport, samples: int) -> TaskChange:
@@ -259,6 +281,10 @@ def closing_lines(folder: RunFolder, summary: Summary) -> list[str]:
             for name, each in summary.tasks.items()
         },
         "answer length": f"{summary.response_length_before:.1f} → {summary.response_length_after:.1f} tokens",
+        **{
+            f"mean {as_text(name)}": f"{first:.3g} → {last:.3g}, in training"
+            for name, (first, last) in [*summary.components.items()][:_MOST_SHOWN]
+        },
         "optimizer steps": f"{summary.steps}, the first after {summary.first_step_s:.1f} s, all in {summary.wall_s:.1f} s",
         "tokens": f"{summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained",
         "staleness": f"{summary.mean_staleness:.2f} mean, {summary.max_staleness} max (K = {summary.k})",

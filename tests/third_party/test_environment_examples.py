@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from clients.environments.base import Answer, Ended, NextTurn
+from clients.environments.adapters.openai_agents import openai_agent_environment
+from clients.environments.base import Answer, AnyEnvironment, Ended, NextTurn, Problem, Split
+from clients.environments.chat import ChatEnvironment
 from clients.environments.registry import make_task
 from clients.rollout.client import RolloutClient
 from clients.runner.agent_episodes import EpisodeLimits
@@ -48,7 +50,7 @@ async def test_an_openai_agent_is_trained_by_changing_its_base_url_and_key(host:
     assert sum(1 for before, now in zip([0, *mask], mask, strict=False) if now > before) == 2
 
 
-@pytest.mark.parametrize("name", ["weather", "unchanged"])
+@pytest.mark.parametrize("name", ["weather", "by_hand"])
 async def test_an_agent_of_openai_agents_is_trained_as_it_is(name: str, host: Host, engine: TellingEngine) -> None:
     pytest.importorskip("agents")
     environment = make_task(f"python:{EXAMPLES}/sdk_agent.py:{name}").environment
@@ -65,6 +67,75 @@ async def test_an_agent_of_openai_agents_is_trained_as_it_is(name: str, host: Ho
     assert sum(unpack_mask(segment.loss_mask).tolist()) == sum(len(sample.token_ids) for sample in engine.sampled)
     asked = {environment.problem("train", index, 1).prompt for index in range(200)}
     assert not asked & {environment.problem("held_out", index, 1).prompt for index in range(200)}
+    if name == "weather":
+        assert trajectory.reward_components == {"success": 1.0, "tool_calls": 1.0, "failed": 0.0}
+
+
+@pytest.mark.parametrize("name", ["weather", "by_hand"])
+async def test_an_agent_whose_model_calls_a_tool_that_is_not_there_is_trained_on_it(
+    name: str, host: Host, engine: TellingEngine
+) -> None:
+    pytest.importorskip("agents")
+    environment = make_task(f"python:{EXAMPLES}/sdk_agent.py:{name}").environment
+    engine.tell(spell('<tool_call>\n{"name": "no_such_tool", "arguments": {}}\n</tool_call>'))
+    async with RolloutClient(host.url) as client:
+        group = await client.open_group(OpenGroup(task=environment.name, group_size=1, sampling=SAMPLING))
+        problem = environment.problem("train", 0, 1)
+        (played,) = await play_to_end(client, environment, group, problem, SAMPLING, EpisodeLimits(30.0))
+    assert (played.ended.reward, played.ended.success) == (0.0, False)
+    (trajectory,) = await host.published()
+    assert sum(len(unpack_mask(segment.loss_mask)) for segment in trajectory.segments) > 0
+    if name == "weather":
+        assert played.ended.components["failed"] == 1.0
+
+
+async def test_an_agent_that_calls_without_end_is_trained_on_it_too(host: Host, engine: TellingEngine) -> None:
+    agents = pytest.importorskip("agents")
+    weather = make_task(f"python:{EXAMPLES}/sdk_agent.py:weather").environment
+    agent = agents.Agent(name="a", tools=[agents.function_tool(echo)])
+    environment = openai_agent_environment("endless", agent, weather.problem, lambda *_: 1.0, max_turns=3)
+    engine.tell(*[spell('<tool_call>\n{"name": "echo", "arguments": {"word": "a"}}\n</tool_call>')] * 3)
+    async with RolloutClient(host.url) as client:
+        group = await client.open_group(OpenGroup(task="endless", group_size=1, sampling=SAMPLING))
+        problem = environment.problem("train", 0, 1)
+        (played,) = await play_to_end(client, environment, group, problem, SAMPLING, EpisodeLimits(30.0))
+    assert (played.ended.reward, played.ended.success) == (0.0, False)
+    assert played.ended.components == {"tool_calls": 3.0, "failed": 1.0}
+
+
+def echo(word: str) -> str:
+    """Says it again."""
+    return word
+
+
+class Counting:
+    """Gives the number of sampled tokens."""
+
+    name = "counting"
+    reads_token_ids = True
+    first_turn = "1+1="
+
+    def problem(self, split: Split, index: int, seed: int) -> Problem:
+        return Problem(split, index, prompt=self.first_turn)
+
+    def start(self, problem: Problem) -> Counting:
+        return self
+
+    def respond(self, answer: Answer) -> Ended:
+        return Ended(1.0, True, {"tokens": float(len(answer.token_ids)), "first": float(answer.token_ids[0])})
+
+
+@pytest.mark.parametrize("environment", [Counting(), ChatEnvironment(Counting())], ids=["text", "chat"])
+async def test_an_environment_that_reads_tokens_gets_those_that_were_sampled(
+    environment: AnyEnvironment, host: Host, engine: TellingEngine
+) -> None:
+    engine.tell(spell("It is two."))
+    problem = environment.problem("train", 0, 1)
+    async with RolloutClient(host.url) as client:
+        group = await client.open_group(OpenGroup(task="counting", group_size=1, sampling=SAMPLING))
+        (played,) = await play_to_end(client, environment, group, problem, SAMPLING, EpisodeLimits(30.0))
+    (sampled,) = (sample.token_ids for sample in engine.sampled)
+    assert played.ended.components == {"tokens": float(len(sampled)), "first": float(sampled[0])}
 
 
 def test_tutorials_show_the_examples_as_they_are() -> None:

@@ -63,7 +63,7 @@ def find_bound(load: Load) -> Bound | None:
     if load.waited < OFTEN:
         return Bound("nothing", waits, "")
     busy, held = load.generating >= MOSTLY, load.held_back >= MOSTLY
-    more = f"raise staleness.k to {_larger(load.k)}"
+    more = f"raise k to {_larger(load.k)}"
     if busy:
         servers = "add servers" + (f", or {more}" if held else "")
         return Bound("generation", f"{waits}, and engines generate", servers)

@@ -48,10 +48,10 @@ LOAD = Load(steps=20, waited=0.6, published=0.1, looks=40, generating=0.9, held_
 @pytest.mark.parametrize(
     ("changes", "kind", "remedy"),
     [
-        ({}, "generation", "add servers, or raise staleness.k to 4"),
+        ({}, "generation", "add servers, or raise k to 4"),
         ({"held_back": 0.1}, "generation", "add servers"),
-        ({"generating": 0.1}, "staleness", "raise staleness.k to 4"),
-        ({"generating": 0.1, "k": 0}, "staleness", "raise staleness.k to 1"),
+        ({"generating": 0.1}, "staleness", "raise k to 4"),
+        ({"generating": 0.1, "k": 0}, "staleness", "raise k to 1"),
         ({"generating": 0.1, "held_back": 0.1}, "environment", "speed up the environment, its tools and rewards"),
         ({"waited": 0.05}, "training", "add trainer ranks (trainer.parallel.data) or threads"),
         ({"waited": 0.05, "published": 0.6}, "publishing", "trainer.minibatches_per_batch: only the last is published"),

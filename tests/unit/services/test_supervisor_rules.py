@@ -25,10 +25,18 @@ from services.supervisor.launch_plan import LaunchPlan, MeshPorts, plan_launch
 from services.supervisor.preflight import new_run_id
 from services.supervisor.processes import ServiceFailedError
 from services.supervisor.readiness import Clock, wait_for_http
-from services.supervisor.summary import closing_lines, read_report, success_before, summarise, write_summary
+from services.supervisor.summary import (
+    closing_lines,
+    components_of,
+    read_report,
+    success_before,
+    summarise,
+    write_summary,
+)
 from services.wire.errors import NoBatchError, UsageError, WireError
 from services.wire.rollout_api import EngineReport
 from services.wire.run_metrics import EvaluationReport, LengthReport, TaskReport, TrainerReport
+from tests.support.step_lines import step_line
 
 
 def test_restarts_wait_longer_each_time_and_end() -> None:
@@ -294,6 +302,7 @@ def test_the_summary_has_the_promised_keys_and_sums_over_engines(tmp_path: Path)
         ended_at=150.0,
         restarts=0,
         flips_ms=[0.8, 1.4, 1.0],
+        components={"tool_calls": (0.25, 1.0)},
     )
     promised = (
         "seed engine steps k success_before success_after wall_s first_step_s tokens_generated tokens_trained "
@@ -310,6 +319,7 @@ def test_the_summary_has_the_promised_keys_and_sums_over_engines(tmp_path: Path)
     lines = closing_lines(folder, summary)
     told = {line.partition("  ")[0]: line for line in lines}
     assert "each held up generation for 1.0 ms p50, 1.4 max" in told["weight commits"]
+    assert told["mean tool_calls"].endswith("0.25 → 1, in training")
     assert "2.0 ms p50, 3.0 max above a usual one" in told["gap at a commit"]
     assert lines[0].endswith("20% (11% to 33%) → 98% (90% to 100%)")
     assert lines[1:3] == [
@@ -323,6 +333,13 @@ def test_the_summary_has_the_promised_keys_and_sums_over_engines(tmp_path: Path)
     (folder.logs / "environment.log").write_text(f"{lost}\n" * 3)
     told = {line.partition("  ")[0]: line for line in closing_lines(folder, summary)}
     assert told["groups-lost"].endswith(f"nothing is learned from those: rollmesh doctor {folder.root}")
+
+
+def test_figures_beside_the_reward_are_told_of_the_first_and_the_last_ten_steps(tmp_path: Path) -> None:
+    lines = [step_line(step, components={"words": float(step), "success": 1.0}) for step in range(1, 31)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join([*lines, step_line(31, components={"seldom": 2.0})]) + b"\n")
+    assert components_of(path) == {"words": (5.5, 25.5), "seldom": (2.0, 2.0)}
 
 
 def test_a_report_that_is_missing_or_lacks_a_figure_is_named(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def snapshot(step: int) -> Snapshot:
         history=history,
         waits={"trainer": Wait(waiting_for="16 complete groups", since=997.0)},
         bound=Bound(
-            "generation", "the trainer waits 60% of the time for 1 generating", "add servers, or raise staleness.k to 4"
+            "generation", "the trainer waits 60% of the time for 1 generating", "add servers, or raise k to 4"
         ),
         sample=sample("12+34=46", "46"),
     )
@@ -235,7 +235,7 @@ def test_the_screen_has_the_facts_of_training(width: int) -> None:
         "9,000 tokens/s",
         "max 2 of 2",
         "trainer: 16 complete groups (3.0 s)",
-        "bound by generation: add servers, or raise staleness.k to 4",
+        "bound by generation: add servers, or raise k to 4",
         "of step 3, reward 1, 1 tokens",
         "12+34=46",
     ):
@@ -289,7 +289,7 @@ def test_plain_lines_say_what_happened_and_who_waits() -> None:
         "length 11.5",
         "tokens/s 9,000",
         "max 2 of 2",
-        "bound by generation: add servers, or raise staleness.k to 4",
+        "bound by generation: add servers, or raise k to 4",
         "trainer waits for 16 com",
     ):
         assert fact in said[1]
