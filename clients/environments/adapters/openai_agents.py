@@ -22,8 +22,8 @@ Judge = Callable[[Problem, Any], float | Ended]
 def openai_agent_environment(
     name: str, agent: Any, problem: ProblemOf, judge: Judge, *, max_turns: int = 10
 ) -> AgentEnvironment:
-    """`agent`: an `agents.Agent`. `judge(problem, output)` is asked for each final output, which is a string unless the agent
-    has an output type; it gives the reward, of which 1 or more counts as solved, or an `Ended`. `max_turns`: the most calls
+    """`agent`: an `agents.Agent`. `judge(problem, output)` is asked for each final output: a string, unless the agent has
+    an output type. It gives the reward, of which 1 or more counts as solved, or an `Ended`. `max_turns`: the most calls
     of the model in an episode.
 
     Raises ModuleNotFoundError, when it is played, without the package openai-agents.

@@ -148,9 +148,7 @@ def snapshot(step: int) -> Snapshot:
         metrics=step_metrics(step, **figures),
         history=history,
         waits={"trainer": Wait(waiting_for="16 complete groups", since=997.0)},
-        bound=Bound(
-            "generation", "the trainer waits 60% of the time for 1 generating", "add servers, or raise k to 4"
-        ),
+        bound=Bound("generation", "the trainer waits 60% of the time for 1 generating", "add servers, or raise k to 4"),
         sample=sample("12+34=46", "46"),
     )
 
