@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import httpx
-
 from clients.environments.base import AgentEndpoint, AgentEnvironment, Ended, Problem, ProblemOf, agent_environment
 
 Judge = Callable[[Problem, Any], float | Ended]
@@ -31,12 +29,12 @@ def openai_agent_environment(
 
     async def play(problem: Problem, endpoint: AgentEndpoint) -> Ended:
         from agents import MaxTurnsExceeded, ModelBehaviorError, OpenAIProvider, RunConfig, Runner
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         async with AsyncOpenAI(
             base_url=endpoint.base_url,
             api_key=endpoint.api_key,
-            http_client=httpx.AsyncClient(verify=endpoint.verify),
+            http_client=DefaultAsyncHttpxClient(verify=endpoint.verify),
         ) as client:
             config = RunConfig(
                 model="policy",
