@@ -62,7 +62,7 @@ class ChatEnvironment:
         async with open_session(endpoint.verify) as http:
             while True:
                 try:
-                    message, answer = await chat(http, endpoint, messages, token_ids=token_ids)
+                    message, answer = await chat(http, endpoint, messages, token_ids)
                 except ContextLengthError:
                     if not spoken:
                         raise
@@ -77,7 +77,7 @@ class ChatEnvironment:
 
 
 async def chat(
-    http: HttpSession, endpoint: AgentEndpoint, messages: list[dict[str, Any]], *, token_ids: bool = False
+    http: HttpSession, endpoint: AgentEndpoint, messages: list[dict[str, Any]], token_ids: bool = False
 ) -> tuple[dict[str, Any], Answer]:
     """One chat completion: the assistant's message as it came, and what it says, by its tokens too where they are asked
     for. Raises the server's typed errors."""

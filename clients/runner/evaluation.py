@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import structlog
-from pydantic import BaseModel
 
 from clients.environments.base import AnyEnvironment, Ended, Problem, different
 from clients.rollout.client import RolloutClient
@@ -28,19 +26,15 @@ from clients.runner.agent_episodes import EpisodeLimits, Lost, open_group
 from clients.runner.failures import GroupLostError
 from clients.runner.files import write_whole
 from clients.runner.groups import evaluate_group
+from clients.runner.measured import Measured, added, as_told, commonest_of, known_sum, shown_of, together
 from clients.runner.tasks import TaskInPlay
 from clients.runner.text_episodes import Played
-from services.policies.training.evaluation import interval
 from services.wire.errors import CapacityError, ConflictError, NotReadyError, RollmeshError
 from services.wire.rollout_api import (
-    LONGEST_SHOWN,
     LONGEST_WHY,
-    MOST_NAMES,
-    CommonestAnswer,
     EvaluationAnswers,
     OpenGroup,
     SamplingBody,
-    ShownAnswer,
 )
 from services.wire.run_metrics import EvaluationReport, TaskReport, WorkProgress
 
@@ -50,7 +44,6 @@ ATTEMPTS = 5
 _ASK_WITHIN_S = 1.0
 _GROUPS_AT_ONCE = 64
 _SHOWN = 4
-_LONGEST_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -63,60 +56,6 @@ class Terms:
     every: int = 0
 
 
-class OfTask(BaseModel):
-    """What was measured of one task. `solved`: right answers to each of its problems."""
-
-    task: str
-    solved: list[int]
-    mean_length: float
-
-
-class Measured(BaseModel):
-    """`solved`: right answers to each problem. `mean_length`: sampled tokens an episode, all its turns together.
-
-    `success`: the share of answers that were right. `first_version` to `last_version` were served meanwhile. `tasks`: where
-    there are several, each by itself; then all else is of all their problems, in this order.
-    """
-
-    success: float
-    mean_length: float
-    solved: list[int] = []
-    first_version: int = 0
-    last_version: int = 0
-    tasks: list[OfTask] = []
-    task: str = ""
-
-    samples: int = 1
-    """Answers to each problem."""
-    cut_off: int | None = None
-    """Episodes whose last answer ended at the limit of tokens; None where that is not known of all."""
-    equal_rewards: int | None = None
-    """Problems whose answers all got the same reward, of which a step learns nothing; None with one answer a problem."""
-    lost: int = 0
-    """Episodes that were lost, and count as not solved."""
-    lost_why: str = ""
-    """Of the first of them."""
-    different: int | None = None
-    """Problems, those that ask the same counted once; None where that is not known."""
-    mean_reward: float | None = None
-    """Of an episode; None in a file of before it was written down."""
-    components: dict[str, tuple[float, int]] = {}
-    """Of each that answers had beside their reward: sum, and number of answers that had it."""
-    commonest: CommonestAnswer | None = None
-    """None where answers are no texts, and of several tasks."""
-    shown: list[ShownAnswer] = []
-    """Answers to the first problems."""
-
-    def in_words(self) -> dict[str, object]:
-        """For the log."""
-        by_task = {each.task: round(sum(each.solved) / len(each.solved) / self.samples, 3) for each in self.tasks}
-        told: dict[str, object] = {"success": self.success, "mean_length": self.mean_length}
-        if self.solved:
-            found = interval(self.solved, self.samples, self.different)
-            told["interval"] = f"{found.low:.3f} to {found.high:.3f}"
-        return {**told, "by_task": by_task} if by_task else told
-
-
 async def evaluate_all(
     pool: ServerPool,
     tasks: Sequence[TaskInPlay],
@@ -126,6 +65,7 @@ async def evaluate_all(
     runner_id: str | None,
     sessions_at_once: int,
     answered: Callable[[int], None] = lambda _: None,
+    every_answer: bool = False,
 ) -> Measured:
     """Answer the held-out problems of all tasks, at the same time. As `evaluate`."""
     room = asyncio.Semaphore(max(1, sessions_at_once // GROUP_SIZE))
@@ -145,52 +85,12 @@ async def evaluate_all(
                     runner_id=runner_id,
                     room=room,
                     answered=answered,
+                    every_answer=every_answer,
                 )
             )
             for each in tasks
         ]
-    return _together([each.result() for each in running])
-
-
-def _together(measured: Sequence[Measured]) -> Measured:
-    """All problems count alike."""
-    if len(measured) == 1:
-        return measured[0]
-    solved = [right for each in measured for right in each.solved]
-    tokens = sum(each.mean_length * len(each.solved) for each in measured)
-    return Measured(
-        task=", ".join(each.task for each in measured)[:_LONGEST_NAME],
-        success=sum(solved) / len(solved) / measured[0].samples,
-        mean_length=tokens / len(solved),
-        solved=solved,
-        first_version=min(each.first_version for each in measured),
-        last_version=max(each.last_version for each in measured),
-        tasks=[OfTask(task=each.task, solved=each.solved, mean_length=each.mean_length) for each in measured],
-        samples=measured[0].samples,
-        cut_off=_sum(each.cut_off for each in measured),
-        equal_rewards=_sum(each.equal_rewards for each in measured),
-        lost=sum(each.lost for each in measured),
-        lost_why=next((each.lost_why for each in measured if each.lost), ""),
-        different=_sum(each.different for each in measured),
-        mean_reward=sum((each.mean_reward or 0.0) * len(each.solved) for each in measured) / len(solved),
-        components=_added(each.components for each in measured),
-        shown=[one for each in measured for one in each.shown],
-    )
-
-
-def _added(parts: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:
-    added: dict[str, tuple[float, int]] = {}
-    for part in parts:
-        for name, (value, answers) in part.items():
-            before = added.get(name, (0.0, 0))
-            added[name] = before[0] + value, before[1] + answers
-    return added
-
-
-def _sum(counts: Iterable[int | None]) -> int | None:
-    """None where one is not known."""
-    known = list(counts)
-    return None if None in known else sum(count for count in known if count is not None)
+    return together([each.result() for each in running])
 
 
 async def evaluate(
@@ -207,11 +107,13 @@ async def evaluate(
     runner_id: str | None = None,
     room: asyncio.Semaphore | None = None,
     answered: Callable[[int], None] = lambda _: None,
+    every_answer: bool = False,
 ) -> Measured:
     """Answer held-out problems 0 … `problems` − 1, `samples` times each, greedily at temperature 0.
 
     `task`: what it is called, None for the environment's name; `room`: for groups at once; `answered`: is told of so many
-    more answers. An agent's episode that is lost counts as not solved.
+    more answers; `every_answer`: agents' last answers are all asked for, a call each, and not those that are shown alone.
+    An agent's episode that is lost counts as not solved.
     """
     name = task or environment.name
     room = room or asyncio.Semaphore(_GROUPS_AT_ONCE)
@@ -233,7 +135,7 @@ async def evaluate(
                 wait_s=20.0,
                 runner=runner_id,
             )
-            shown = _SHOWN if first == sample == 0 else 0
+            shown = len(group) if every_answer else _SHOWN if first == sample == 0 else 0
             played = await _play(pool, environment, group, opening, limits, began.append, shown)
         answered(len(group))
         return played
@@ -250,6 +152,7 @@ async def evaluate(
             rewards[first + place].append(episode.ended.reward)
     answers = problems * samples
     lost = [episode.lost for episodes in played for episode in episodes if episode.lost]
+    texts = [episode.last[1] for episodes in played for episode in episodes if episode.last is not None]
     return Measured(
         task=name,
         success=sum(solved) / answers,
@@ -258,32 +161,21 @@ async def evaluate(
         first_version=min(began),
         last_version=max([*began, *await _served(pool)]),
         samples=samples,
-        cut_off=_sum(episode.cut_off for episodes in played for episode in episodes),
+        cut_off=known_sum(episode.cut_off for episodes in played for episode in episodes),
         equal_rewards=None if samples == 1 else sum(len(set(of_problem)) == 1 for of_problem in rewards),
         lost=len(lost),
         lost_why=lost[0][:LONGEST_WHY] if lost else "",
         different=different(held_out),
         mean_reward=sum(map(sum, rewards)) / answers,
-        commonest=_commonest([episode.last[1] for each in played for episode in each if episode.last is not None]),
-        components=_added(
+        # Of some of the answers it would say nothing.
+        commonest=commonest_of(texts) if len(texts) + len(lost) == answers else None,
+        components=added(
             {name: (value, 1) for name, value in episode.ended.components.items()}
             for episodes in played
             for episode in episodes
         ),
-        shown=[_shown(episode.last, episode.ended) for episode in played[0][:_SHOWN] if episode.last is not None],
+        shown=[shown_of(episode.last, episode.ended) for episode in played[0][:_SHOWN] if episode.last is not None],
     )
-
-
-def _commonest(texts: Sequence[str]) -> CommonestAnswer | None:
-    if not texts:
-        return None
-    (text, times), *_ = Counter(texts).most_common(1)
-    return CommonestAnswer(answer=text[:LONGEST_SHOWN], share=times / len(texts), different=len(set(texts)))
-
-
-def _shown(last: tuple[str, str], ended: Ended) -> ShownAnswer:
-    asked, answer = (text[:LONGEST_SHOWN] for text in last)
-    return ShownAnswer(asked=asked, answer=answer, reward=ended.reward, success=bool(ended.success))
 
 
 def _seed(temperature: float, seed: int, sample: int, first: int) -> int | None:
@@ -344,20 +236,6 @@ def _unsolved(lost: Lost) -> Played:
     return Played(lost.session_id, Ended(reward=0.0, success=False), 0, lost=lost.why)
 
 
-def as_told(measured: Measured, terms: Terms, version: int, began: float) -> EvaluationAnswers:
-    """What was measured of the version that was due. `began`: by the monotonic clock."""
-    return EvaluationAnswers(
-        due=version,
-        temperature=terms.temperature,
-        seconds=time.monotonic() - began,
-        at=time.time(),
-        components={
-            name: value / answers for name, (value, answers) in sorted(measured.components.items())[:MOST_NAMES]
-        },
-        **measured.model_dump(exclude={"success", "components"}),
-    )
-
-
 def due(every: int, served: int, evaluated: int | None) -> int | None:
     """The version to evaluate at, where version `served` is served; None where there is none to do, or `every` is 0.
 
@@ -404,7 +282,8 @@ class PeriodicEvaluation:
         try:
             measured = await self._measure()
             # Answers of a run can be read among its rollouts: the run's Redis need not hold them.
-            told = as_told(measured.model_copy(update={"shown": []}), self._terms, version, began)
+            kept = measured.model_copy(update={"shown": [], "commonest": None})
+            told = as_told(kept, self._terms.temperature, version, began)
             await (await self._pool.choose()).tell_evaluation(told)
         except RollmeshError as error:
             _log.warning("an evaluation is left out", version=version, why=str(error))

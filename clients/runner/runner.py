@@ -30,16 +30,15 @@ from clients.runner.agent_episodes import open_group
 from clients.runner.curricula import Curricula
 from clients.runner.evaluation import (
     EvaluationRecord,
-    Measured,
     PeriodicEvaluation,
     Terms,
-    as_told,
     evaluate_all,
 )
 from clients.runner.failures import GroupFailures, GroupLostError
 from clients.runner.groups import play_to_end
 from clients.runner.lease import Lease, new_runner
 from clients.runner.left_behind import LeftBehind
+from clients.runner.measured import Measured, as_told
 from clients.runner.progress import Progress
 from clients.runner.tasks import Drawn, PlayedTask, TaskInPlay, Tasks, entered
 from clients.runner.text_episodes import Played
@@ -179,8 +178,9 @@ async def _play_run(clients: Sequence[RolloutClient], plan: RunnerPlan, runner_i
 async def _evaluate_alone(clients: Sequence[RolloutClient], plan: RunnerPlan, runner_id: str) -> None:
     async with entered(plan.tasks, clients[0], plan.heartbeat_s) as playing:
         began = time.monotonic()
-        measured = await _evaluate(ServerPool(clients), playing, plan, runner_id)
-        EvaluationRecord(plan.run_dir).write_alone(as_told(measured, plan.evaluation, measured.first_version, began))
+        measured = await _evaluate(ServerPool(clients), playing, plan, runner_id, every_answer=True)
+        told = as_told(measured, plan.evaluation.temperature, measured.first_version, began)
+        EvaluationRecord(plan.run_dir).write_alone(told)
 
 
 class _Answers:
@@ -203,6 +203,7 @@ async def _evaluate(
     plan: RunnerPlan,
     runner_id: str,
     answered: Callable[[int], None] = lambda _: None,
+    every_answer: bool = False,
 ) -> Measured:
     try:
         return await evaluate_all(
@@ -213,6 +214,7 @@ async def _evaluate(
             runner_id=runner_id,
             sessions_at_once=plan.concurrency * plan.group_size,
             answered=answered,
+            every_answer=every_answer,
         )
     except BaseExceptionGroup as failed:
         raise _first(failed) from failed

@@ -18,7 +18,7 @@ from services.host.commands import ask
 from services.host.devices import read_gpus
 from services.policies.diagnosis.finding import Finding, error
 from services.policies.diagnosis.machine import (
-    Load,
+    HostLoad,
     Package,
     TorchBuild,
     Transport,
@@ -96,8 +96,14 @@ def of_installation() -> list[Finding]:
     return [*found, *of_torch(read_torch(), len(gpus))]
 
 
-def read_load() -> Load:
-    return Load(os.getloadavg()[0], len(os.sched_getaffinity(0)))
+def read_load() -> HostLoad:
+    return HostLoad(os.getloadavg()[0], len(os.sched_getaffinity(0)))
+
+
+def untried(what: str, hangs: DeadlineError) -> Finding | None:
+    """Of `what` did not end, where the machine is to blame; None where it is not busy."""
+    load = read_load()
+    return of_unended(what, hangs.what, load) if load.busy else None
 
 
 async def try_transport(name: str) -> list[Finding]:
@@ -109,10 +115,9 @@ async def try_transport(name: str) -> list[Finding]:
         tried = await _try_once(name)
         return list(of_transport(tried if tried.why is None else await _try_once(name)))
     except DeadlineError as hangs:
-        which, busy = "nixl" if name == "auto" else name, read_load()
-        if busy.busy:
-            return [of_unended(f"the weight transport {which}", hangs.what, busy)]
-        return list(of_transport(Transport(which, why=str(hangs))))
+        which = "nixl" if name == "auto" else name
+        busy = untried(f"the weight transport {which}", hangs)
+        return list(of_transport(Transport(which, why=str(hangs)))) if busy is None else [busy]
 
 
 async def _try_once(name: str) -> Transport:

@@ -18,12 +18,11 @@ import msgspec
 from services.config.load import dump_settings, load_settings
 from services.config.model_folder import read_model_files
 from services.config.settings import RunSettings
-from services.doctor.installation import in_thread_installation, read_load, try_transport
+from services.doctor.installation import in_thread_installation, try_transport, untried
 from services.host.commands import ask
 from services.host.models import is_folder
 from services.policies.diagnosis.environment import of_dialects, of_trial
 from services.policies.diagnosis.finding import Finding, error
-from services.policies.diagnosis.machine import of_unended
 from services.policies.diagnosis.plan import of_model
 from services.policies.diagnosis.store import of_clocks, of_store
 from services.run_store.client import reached_by, read_store
@@ -48,7 +47,7 @@ class Planned:
 async def examine_plan(planned: Planned) -> list[Finding]:
     """The findings, each id once or for each thing that has it. Raises UsageError for settings that cannot be."""
     settings = load_settings(planned.config, planned.overrides)
-    installed, refused, (tried, untried), store, transport = await asyncio.gather(
+    installed, refused, (tried, hung), store, transport = await asyncio.gather(
         in_thread_installation(),
         _refusal(planned),
         _trials(settings),
@@ -59,11 +58,12 @@ async def examine_plan(planned: Planned) -> list[Finding]:
         *store,
         *_model(settings, tried),
         *(found for trial in tried for found in of_trial(trial)),
-        *untried,
+        *hung,
         *transport,
     ]
     said = {each.id for each in own}
     # It says the first of what is wrong alone, and much of it is found here too.
+    said.discard("not-tried")  # each is of something else
     covered = refused is not None and (refused.id in said or (refused.id == "plan-refused" and _by_task(own)))
     return [*installed, *([] if refused is None or covered else [refused]), *own]
 
@@ -88,10 +88,8 @@ async def _refusal(planned: Planned) -> Finding | None:
     except UsageError as refused:
         return error("plan-refused", refused.what, "`rollmesh up` would not start", "see what it says")
     except DeadlineError as hangs:
-        busy = read_load()
-        if busy.busy:
-            return of_unended("the settings", hangs.what, busy)
-        return error("plan-refused", "the settings could not be checked", hangs.what, "see `rollmesh up --check`")
+        wrong = error("plan-refused", "the settings could not be checked", hangs.what, "see `rollmesh up --check`")
+        return untried("the settings", hangs) or wrong
     except (RollmeshError, *UNDECODABLE) as failed:
         return error("plan-refused", "the settings could not be checked", str(failed), "see `rollmesh up --check`")
 
@@ -104,9 +102,9 @@ async def _trials(settings: RunSettings) -> tuple[list[TaskTrial], list[Finding]
         said = await ask(("run-environment", *flags), hangs, dump_settings(settings).encode(), within_s=_CHECK_WITHIN_S)
         return [msgspec.json.decode(line, type=TaskTrial) for line in said.splitlines() if line.startswith(b"{")], []
     except (RollmeshError, *UNDECODABLE) as failed:
-        busy = read_load()
-        if isinstance(failed, DeadlineError) and busy.busy:
-            return [], [of_unended(settings.task_in_words, failed.what, busy)]
+        busy = untried(settings.task_in_words, failed) if isinstance(failed, DeadlineError) else None
+        if busy is not None:
+            return [], [busy]
         return [TaskTrial(task=settings.task_in_words, speaks="text", failed=str(failed))], []
 
 

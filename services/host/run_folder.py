@@ -212,13 +212,16 @@ def note_redis(folder: RunFolder, url: str) -> None:
 
 def running_folder(root: Path) -> RunFolder | None:
     """Of the newest run, or rollout plane, that runs in `root`; None where none does."""
-    return next((folder for folder in _folders(root) if is_held(folder)), None)
+    return next(_running(root), None)
+
+
+def _running(root: Path) -> Iterator[RunFolder]:
+    return (folder for folder in _folders(root) if is_held(folder))
 
 
 def running_redis(root: Path) -> str | None:
     """The address of the Redis of the newest run or plane that runs in `root` and has one; None where none does."""
-    running = (folder for folder in _folders(root) if folder.redis_url.is_file() and is_held(folder))
-    newest = next(running, None)
+    newest = next((folder for folder in _running(root) if folder.redis_url.is_file()), None)
     return None if newest is None else newest.redis_url.read_text(encoding="utf-8").strip()
 
 

@@ -37,7 +37,7 @@ class TorchBuild:
 
 
 @dataclass(frozen=True)
-class Load:
+class HostLoad:
     """How busy the machine is. `load`: its mean number of processes that run or wait to, of the last minute."""
 
     load: float
@@ -119,7 +119,7 @@ def of_transport(trial: Transport) -> Iterator[Finding]:
         )
 
 
-def of_unended(what: str, said: str, busy: Load) -> Finding:
+def of_unended(what: str, said: str, busy: HostLoad) -> Finding:
     """Of a trial that ran out of its time on a machine that is `busy`. `what`: that was to be tried; `said`: that it did
     not end, and within how many seconds."""
     return warning(

@@ -20,9 +20,10 @@ from clients.rollout.client import RolloutClient
 from clients.rollout.server_pool import ServerPool
 from clients.rollout.transport import ServerUnreachableError
 from clients.runner.agent_episodes import EpisodeLimits
-from clients.runner.evaluation import ATTEMPTS, Measured, evaluate
+from clients.runner.evaluation import ATTEMPTS, evaluate
 from clients.runner.failures import GroupLostError, TooManyLostError
 from clients.runner.groups import in_dialect, play_to_end
+from clients.runner.measured import Measured
 from clients.runner.runner import run_environment
 from rollout_server.lifecycle.expire import LEFT_AFTER_S
 from services.wire.errors import ContextLengthError, NotFoundError, RollmeshError
@@ -357,10 +358,13 @@ async def solved(_: Problem, __: AgentEndpoint) -> Ended:
     return Ended(1.0, True)
 
 
-async def measure(*servers: Server) -> Measured:
+async def measure(*servers: Server, problems: int = 2, every_answer: bool = False) -> Measured:
     environment = agent_environment("solved", numbered, solved)
     pool = ServerPool(servers, patience_s=1.0)
-    return await evaluate(pool, environment, seed=1, problems=2, max_tokens=8, limits=EpisodeLimits(5.0))
+    limits = EpisodeLimits(5.0)
+    return await evaluate(
+        pool, environment, seed=1, problems=problems, max_tokens=8, limits=limits, every_answer=every_answer
+    )
 
 
 UNREACHABLE = ServerUnreachableError("http://a-server", "refused", sent=False)
@@ -382,6 +386,14 @@ async def test_an_evaluation_group_is_played_again_at_a_server_that_does_not_los
     )
     assert [len(server.opened) for server in (unreachable, started_anew, good)] == [1, 1, 1]
     assert {group.purpose for group in good.opened} == {"evaluate"}
+
+
+async def test_the_commonest_answer_is_told_of_all_answers_or_not_at_all() -> None:
+    some = await measure(Server(), problems=6)
+    assert len(some.shown) == 4 and some.commonest is None
+    every = await measure(Server(), problems=6, every_answer=True)
+    assert every.commonest is not None
+    assert (len(every.shown), every.commonest.different) == (4, 6)
 
 
 async def test_an_evaluation_gives_up_after_as_many_servers_as_it_tries() -> None:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clients.rollout.server_pool import ServerPool
-from clients.runner.evaluation import Measured, PeriodicEvaluation, Terms, due
+from clients.runner.evaluation import PeriodicEvaluation, Terms, due
+from clients.runner.measured import Measured
 from services.wire.errors import DeadlineError
 from services.wire.rollout_api import Evaluation, EvaluationAnswers, ShownAnswer
 

@@ -14,7 +14,7 @@ from services.policies.diagnosis.finding import Finding
 from services.policies.diagnosis.fleet import Sampling, of_account, of_events, of_stragglers, of_weights, stragglers
 from services.policies.diagnosis.logs import of_interrupted, of_logs
 from services.policies.diagnosis.machine import (
-    Load,
+    HostLoad,
     Package,
     TorchBuild,
     Transport,
@@ -88,8 +88,8 @@ def test_a_transport_that_fails_or_is_slow_is_named_with_its_bandwidth() -> None
 
 
 def test_a_machine_is_busy_where_more_processes_want_to_run_than_it_has_cores_for() -> None:
-    assert not Load(2.9, 2).busy
-    busy = Load(3.1, 2)
+    assert not HostLoad(2.9, 2).busy
+    busy = HostLoad(3.1, 2)
     assert busy.busy
     found = of_unended("task own", "the trial did not end in 40 s", busy)
     assert (found.id, found.severity) == ("not-tried", "warning")
