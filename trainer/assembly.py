@@ -160,6 +160,7 @@ def make_publisher(arguments: TrainerArguments, learner: Learner, ranks: Ranks, 
         key=arguments.weights_key,
         wait_s=settled_within(weights.stage_timeout_s),
         delta_max_ratio=weights.delta_max_ratio if weights.delta == "auto" else 0.0,
+        buffers=weights.arenas,
         ranks=publishing,
         adapter=adapter,
     )

@@ -4,7 +4,8 @@
     background        step record durable? ─► manifest ─► its digest in the step log ─► announce(v)
                       ─► settled: committed | superseded | failed ─► release
 
-The publisher has two arenas: v is not published before v − 2 is released, so that no receiver reads a mixture.
+The publisher has two arenas: v is not published before v − 2 is released, so that no receiver reads a mixture; with
+`weights.arenas=1` not before v − 1 is.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class WeightUpdates:
     def publish(self, version: int, weights: Mapping[str, PublishedTensor], durable: Future[None]) -> None:
         """Publish `version`; it is announced once `durable` (the record of the step that made it) is done.
 
-        Blocks for the copy, and until an update before the last has settled. Raises DeadlineError if that takes too long.
+        Blocks for the copy, and until the update that its arena holds has settled. Raises DeadlineError if that takes too long.
         """
         for before in [update for update, future in self._following.items() if future.done()]:
             self._wait_for(self._following.pop(before), before)

@@ -60,7 +60,7 @@ _BUCKET = 64 << 10
 
 class Arm(msgspec.Struct, frozen=True):
     """Of one arm of one round. `step_s`: in the median; `pack_share`: of a step, for packing and advantages;
-    `publish_share`: the most bytes that a rank holds for publishing ÷ two versions of its share and two buckets;
+    `publish_share`: the most bytes that a rank holds for publishing with one arena ÷ its share and two buckets;
     `bare_s`: a step of the learner that made its steps in turn with those."""
 
     step_s: float
@@ -199,15 +199,15 @@ def _run(found: Path, asked: _Asked) -> None:
 
 
 def _publish_share(learner: Learner, own: Ranks, folder: Path) -> float:
-    """`Arm.publish_share`, of two versions that all ranks publish."""
+    """`Arm.publish_share`, of two versions that all ranks publish, one after the other, from one arena each."""
     run_id, weights = f"bench-{folder.name}", learner.published()
     publishing = PublishingRanks(_WITHIN_S)
-    publisher = Publisher(run_id, weights, "float32", ShmExporter(run_id), _BUCKET, ranks=publishing)
+    publisher = Publisher(run_id, weights, "float32", ShmExporter(run_id), _BUCKET, buffers=1, ranks=publishing)
     try:
         for version in (1, 2):
             publisher.publish(version, weights).manifest()
         share = sum(local_part(part).nbytes for part in weights.values() if isinstance(part, Tensor))
-        told = publisher.held_bytes / (2 * (share + _BUCKET))
+        told = publisher.held_bytes / (share + 2 * _BUCKET)
         return max(float(each) for each in own.gather(str(told).encode()))
     finally:
         publisher.close()

@@ -78,7 +78,7 @@ class TrainerBench(msgspec.Struct, frozen=True, kw_only=True):
     trainer's process above those without checkpoints ÷ one copy of the state. `scaling_2`: trained tokens a second of two
     ranks on a core each ÷ one's; `overhead_1`: of one rank of a process group ÷ a learner's without any; `pack_share`:
     share of a step for packing and advantages; `publish_peak_share`: the most bytes that one of two ranks holds for
-    publishing ÷ those of two versions of its share and two buckets; `scaling_smollm2`: steps of two ranks ÷ one's, SmolLM2.
+    publishing with one arena ÷ those of its share and two buckets; `scaling_smollm2`: steps of two ranks ÷ one's, SmolLM2.
     `resume_equal`: 1 where a run whose ranks are killed ends with the bytes that other ranks compute, and trains all that
     was open (`benchmarks.trainer.killed_ranks`), else 0; `resume_conflicts`: versions that the bus refused it.
     `parallel_max_error`: the largest difference of losses, gradients and weights of ranks from one process's, of each

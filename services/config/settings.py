@@ -282,6 +282,13 @@ class WeightSettings(Section):
     delta_max_ratio: float = Field(
         default=0.25, gt=0.0, le=1.0, description="Largest share of the dense bytes that a delta may take"
     )
+    arenas: int = Field(
+        default=2,
+        ge=1,
+        le=2,
+        description="Versions that the trainer's ranks hold their part of for engines to read; 1: half the memory, a step "
+        "waits until the version before has settled, and there are no deltas",
+    )
     stage_timeout_s: float = Field(
         default=30.0, gt=0.0, description="How long an engine may take to read a version, at the least: 10 s a GB"
     )
@@ -294,6 +301,14 @@ class WeightSettings(Section):
         default=True,
         description="Whether engine vllm keeps packed copies of the weights on a CPU: faster, two more sets in memory",
     )
+
+    @model_validator(mode="after")
+    def _has_a_base(self) -> WeightSettings:
+        if self.arenas == 1 and self.delta != "off":
+            raise ValueError(
+                "weights.arenas=1 keeps no version that a delta could be to: set weights.delta=off with it"
+            )
+        return self
 
 
 class RunStoreSettings(Section):

@@ -55,6 +55,7 @@ def options_of(settings: RunSettings, machine: Machine) -> MemoryOptions:
         critic=needs.critic,
         offload_idle=trainer.offload_idle,
         serving_bytes=2 if settings.model.dtype == "bfloat16" else 4,
+        arenas=settings.weights.arenas,
         publish_on_device=machine.gpu and settings.weights.nixl.memory == "device",
         reshard_after_forward=trainer.parallel.reshard_after_forward,
         device_bytes=machine.device_bytes,

@@ -1,4 +1,4 @@
-"""One of the publisher's two arena buffers, and the copy of a version's weights into it.
+"""One of the publisher's arena buffers, and the copy of a version's weights into it.
 
     weights contiguous, in the arena's layout      one memcpy        `weight_bus.publisher.contiguous`
     not contiguous, in the serving dtype           a memcpy each, the small ones together

@@ -1,4 +1,4 @@
-"""Leases of the publisher's two arena buffers: which version is in which, and what still needs it.
+"""Leases of the publisher's arena buffers: which version is in which, and what still needs it.
 
     free ──begin(v)──► being copied ──► being hashed ────────┐
      ▲                 announced and not settled (`leased`) ─┼──► free, when all leases are given up ──┐
@@ -17,16 +17,17 @@ from services.wire.errors import DeadlineError
 
 Reason = Literal["being copied", "being hashed", "announced and not settled", "the base of a delta"]
 BUFFERS = 2
+"""Unless another number is asked for: the version before is whole while the next is copied."""
 
 
 class BufferLeases:
     """Thread-safe. A lease is named by its reason and version; giving up one that does not exist does nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: int = BUFFERS) -> None:
         self._changed = threading.Condition()
-        self._versions: list[int | None] = [None] * BUFFERS
-        self._leases: list[set[tuple[Reason, int]]] = [set() for _ in range(BUFFERS)]
-        self._waiting = [0] * BUFFERS
+        self._versions: list[int | None] = [None] * buffers
+        self._leases: list[set[tuple[Reason, int]]] = [set() for _ in range(buffers)]
+        self._waiting = [0] * buffers
 
     def begin(self, buffer: int, version: int, *, leased: bool, wait_s: float) -> None:
         """Lease the buffer to copy `version` into it; where `leased`, also until the version is settled.

@@ -4,10 +4,11 @@
     background        hash the buckets, with the other ranks ─► delta to v−1 ─► sign ─► manifest of v
 
     buffers   |v−1, staged by receivers|   |v, just published|      the next version overwrites the older one
+    one       |v, staged by receivers|                              the next waits until v has settled, and overwrites it
 
 A buffer is not overwritten while its version is leased (announced and not settled) or still being hashed: `publish` waits
-for it, up to a deadline. A receiver that is two versions behind reads other bytes, sees it by the hash and takes the
-newer version.
+for it, up to a deadline. A receiver that reads a version which is being overwritten sees other bytes by the hash, and takes
+the newer version.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class Publisher:
     `tensors` are the named weights (Hugging Face names, any shape, device or floating dtype; a tied weight under one
     name only), or how one is computed. Their names, order and shapes are fixed for the publisher's life. `dtype` is the
     serving dtype by name, `key` the run's weight key. A delta is offered where it is no larger than `delta_max_ratio` of
-    the dense bytes (0: never), over nixl and shm. With `ranks`, tensors may be DTensors of any placement, or parts of them,
+    the dense bytes (0: never), over nixl and shm. `buffers`: 2, or 1 for half the memory and no deltas, whose base would be
+    overwritten; what is copied then overwrites the last version, whatever becomes of it. With `ranks`, tensors may be DTensors of any placement, or parts of them,
     and every rank publishes its own part; all make the publisher, and call it, alike. `adapter`: what `tensors` are where
     they are no whole model's (`weight_bus.manifest.adapter`). Raises UsageError for what cannot
     be served, TransportError when no arena can be had.
@@ -91,6 +93,7 @@ class Publisher:
         key: str | None = None,
         wait_s: float = 60.0,
         delta_max_ratio: float = 0.0,
+        buffers: int = BUFFERS,
         ranks: Ranks | None = None,
         adapter: Adapter | None = None,
     ) -> None:
@@ -103,23 +106,25 @@ class Publisher:
             raise UsageError(
                 f"several ranks cannot publish over {exporter.name}", "use weights.transport=nixl, or shm on one host"
             )
+        if buffers == 1 and delta_max_ratio > 0:
+            raise UsageError("one arena keeps no version that a delta could be to", "set weights.delta=off")
         self._plan = plan_owner(tensors, dtype, ranks)
         self._ranges = plan_buckets(self.layout.total_bytes, bucket_bytes)
         self._shared: BucketHashes | None = None
         if ranks is not None and self._plan.owners is not None:
             self._shared = BucketHashes(self.layout, self._plan.owners, bucket_bytes, ranks)
         # Both before the first export: a source may describe all registered memory.
-        self._arenas = [ArenaBuffer(exporter, self._plan, dtype_of(dtype)) for _ in range(BUFFERS)]
+        self._arenas = [ArenaBuffer(exporter, self._plan, dtype_of(dtype)) for _ in range(buffers)]
         offers = exporter.name in _RANGE_TRANSPORTS and delta_max_ratio > 0
         item = ITEM_BYTES[dtype]
         self._deltas = DeltaMaker(exporter, self._plan.total_bytes, item, delta_max_ratio) if offers else None
-        self._leases = BufferLeases()
+        self._leases = BufferLeases(buffers)
         self._newest: int | None = None
         """The version copied last, and its buffer; used by the training thread."""
-        self._newest_buffer = 1
+        self._newest_buffer = buffers - 1
         self.latest: Manifest | None = None
         """The manifest made last, and its buffer; used by the background thread."""
-        self._latest_buffer = 1
+        self._latest_buffer = buffers - 1
         self._background = ThreadPoolExecutor(1, "weight-publisher")
 
     @property
@@ -128,7 +133,7 @@ class Publisher:
 
     @property
     def held_bytes(self) -> int:
-        """This rank's memory for publishing: both arenas, those of deltas, and what buckets are put together in."""
+        """This rank's memory for publishing: its arenas, those of deltas, and what buckets are put together in."""
         arenas = sum(buffer.nbytes for buffer in self._arenas)
         deltas = 0 if self._deltas is None else self._deltas.held_bytes
         return arenas + deltas + (0 if self._shared is None else self._shared.held_bytes)
@@ -138,8 +143,8 @@ class Publisher:
 
         Blocks for one cast-copy of all bytes, and until the buffer it goes into is free. `leased`: the buffer is kept until
         `release(version)`, or until making the manifest fails. The same version with the same bytes answers its first
-        manifest again; with other bytes the Publication fails with ConflictError, and nothing was touched that a
-        receiver may read. Raises ConflictError for an older version, DeadlineError when no buffer comes free in time,
+        manifest again; with other bytes the Publication fails with ConflictError, and where there are two buffers nothing
+        was touched that a receiver may read. Raises ConflictError for an older version, DeadlineError when no buffer comes free in time,
         UsageError when names or shapes are not those the publisher was made for.
         """
         newest = self._newest
@@ -147,7 +152,7 @@ class Publisher:
             raise ConflictError(f"version {version} is older than {newest}, which is published")
         self._check(tensors)
         again = version == newest
-        buffer = 1 - self._newest_buffer
+        buffer = self._next_buffer
         self._leases.begin(buffer, version, leased=leased and not again, wait_s=self.wait_s)
         try:
             self.begun(version)
@@ -167,12 +172,12 @@ class Publisher:
         """
 
     def digest(self, version: int, tensors: Mapping[str, PublishedTensor]) -> str:
-        """The root digest that these weights would be published under as `version`; nobody can read them yet.
+        """The root digest that these weights would be published under as `version`; of two buffers nobody reads that one.
 
         Takes the time of a publication. Raises as `publish` does, but for versions that are not newer.
         """
         self._check(tensors)
-        buffer = 1 - self._newest_buffer
+        buffer = self._next_buffer
         self._leases.begin(buffer, version, leased=False, wait_s=self.wait_s)
         try:
             self._arenas[buffer].fill(tensors)
@@ -189,6 +194,10 @@ class Publisher:
         self._background.shutdown(wait=True, cancel_futures=True)
         self._arenas.clear()
         self._exporter.close()
+
+    @property
+    def _next_buffer(self) -> int:
+        return (self._newest_buffer + 1) % len(self._arenas)
 
     def _check(self, tensors: Mapping[str, PublishedTensor]) -> None:
         if not self._arenas:
@@ -298,8 +307,8 @@ class Publisher:
         return RankPart(version=version, sources=sources)
 
     def _delta(self, buffer: int) -> DeltaPart | None:
-        base, other = self.latest, 1 - buffer
-        if self._deltas is None or base is None or self._latest_buffer != other:
+        base, other = self.latest, self._latest_buffer
+        if self._deltas is None or base is None or other == buffer:
             return None
         if not self._leases.lease_base(other, base.version):
             return None

@@ -49,8 +49,8 @@ _DEARER, _FILLED = 1.1, 0.8
 class MemoryOptions:
     """`tokens` of a pass; `half`: passes in bfloat16; `gpu`: what is offloaded is elsewhere than the device.
 
-    `serving_bytes`: of a published weight; `publish_on_device`: both versions lie there. The others are named
-    as the settings are.
+    `serving_bytes`: of a published weight; `arenas`: versions that are held of them; `publish_on_device`: they lie there.
+    The others are named as the settings are.
     """
 
     tokens: int
@@ -67,6 +67,7 @@ class MemoryOptions:
     critic: bool = False
     offload_idle: bool = False
     serving_bytes: int = 4
+    arenas: int = 2
     publish_on_device: bool = False
     reshard_after_forward: bool | Literal["auto"] = "auto"
     device_bytes: float | None = None
@@ -185,7 +186,7 @@ class _Step:
             critic += 4.0 * self.weights / data
         elif options.offload_idle:
             critic = 0.0
-        publishing = {"publishing": 2.0 * options.serving_bytes * self.weights / data}
+        publishing = {"publishing": 1.0 * options.arenas * options.serving_bytes * self.weights / data}
         host: dict[str, float] = {} if options.publish_on_device else publishing
         on_device = {
             "weights": 4.0 * self.all / data,

@@ -161,6 +161,25 @@ def test_a_leased_version_holds_back_the_one_after_next(exporter: OpenExporter, 
     dense_bytes(exporter, third)
 
 
+def test_with_one_arena_a_version_waits_until_the_one_before_has_settled(exporter: OpenExporter) -> None:
+    publisher = Publisher("r", weights(0), "float32", exporter, BUCKET, wait_s=0.2, buffers=1)
+    first = publisher.publish(1, weights(1), leased=True).manifest()
+    with pytest.raises(DeadlineError, match=r"no arena free for 0.2 s: version 1, announced and not settled"):
+        publisher.publish(2, weights(2))
+    dense_bytes(exporter, first)
+    publisher.release(1)
+    second = publisher.publish(2, weights(2)).manifest()
+    dense_bytes(exporter, second)
+    with pytest.raises(AssertionError):
+        dense_bytes(exporter, first)
+    assert publisher.publish(2, weights(2)).manifest() is second
+    dense_bytes(exporter, second)
+    assert publisher.held_bytes == sum(arena.nbytes for arena in exporter.arenas) < 2 * first.layout.total_bytes
+    publisher.close()
+    with pytest.raises(UsageError, match="one arena keeps no version that a delta could be to"):
+        Publisher("r", weights(0), "float32", exporter, BUCKET, buffers=1, delta_max_ratio=0.5)
+
+
 def test_a_half_that_is_still_being_hashed_is_not_written_over(exporter: OpenExporter, publisher: Publisher) -> None:
     exporter.gate.clear()
     first = publisher.publish(1, weights(1))

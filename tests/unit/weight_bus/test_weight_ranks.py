@@ -287,14 +287,19 @@ def test_what_one_rank_cannot_publish_no_rank_does(rank_pool: RankPool, run_id: 
         Ranks()
 
 
-def held(rank: int, layout: str, run_id: str, width: int) -> dict[str, int]:
-    """Bytes that this rank keeps for publishing, and what it has allocated for that."""
+def held(rank: int, layout: str, run_id: str, width: int) -> list[dict[str, int]]:
+    """Bytes that this rank keeps for publishing, and what it has allocated for that: with one arena, and with two."""
+    return [held_in(buffers, layout, run_id, width) for buffers in (1, 2)]
+
+
+def held_in(buffers: int, layout: str, run_id: str, width: int) -> dict[str, int]:
     ranks = Ranks(wait_s=120)
     exporter = ShmExporter(run_id)
     weights = whole(1, width)
     parts = spread(layout, weights, width)
-    publisher = Publisher(run_id, parts, "float32", exporter, LARGE_BUCKET, ranks=ranks)
-    manifest = publisher.publish(1, spread(layout, weights, width)).manifest()
+    publisher = Publisher(run_id, parts, "float32", exporter, LARGE_BUCKET, buffers=buffers, ranks=ranks)
+    publisher.publish(1, spread(layout, whole(2, width), width)).manifest()
+    manifest = publisher.publish(2, spread(layout, weights, width)).manifest()
     assert manifest.root_digest == digest_of_one(weights, LARGE_BUCKET)
     found = {
         "held": publisher.held_bytes,
@@ -315,16 +320,17 @@ def held(rank: int, layout: str, run_id: str, width: int) -> dict[str, int]:
 def test_no_rank_holds_more_than_its_share_and_two_buckets(
     rank_pool: RankPool, run_id: str, world: int, layout: str
 ) -> None:
-    """`publish_peak_share`. Of both arenas: a publisher has two, also where it is alone."""
-    for found in rank_pool.run(world, held, layout, run_id, 2000):
-        # Parts are aligned in an arena, to 64 bytes or half a page.
-        assert found["held"] <= 2 * (found["local"] + 4096) + 2 * LARGE_BUCKET, found
-        if layout != "hsdp":
-            # Replicas share tensors, not parts of them: here one has the embedding's part, the other the experts'.
-            assert found["held"] <= 1.02 * 2 * found["all"] / world + 2 * LARGE_BUCKET, found
-        assert found["held"] - 2 * LARGE_BUCKET <= found["arenas"] <= found["held"]
-        # Twelve thousand columns a rank are one shard.
-        assert found["shards"] <= 8 * world
+    """`publish_peak_share`. With two arenas two versions of its share: so also where it is alone."""
+    for each in rank_pool.run(world, held, layout, run_id, 2000):
+        for arenas, found in enumerate(each, start=1):
+            # Parts are aligned in an arena, to 64 bytes or half a page.
+            assert found["held"] <= arenas * (found["local"] + 4096) + 2 * LARGE_BUCKET, found
+            if layout != "hsdp":
+                # Replicas share tensors, not parts of them: here one has the embedding's part, the other the experts'.
+                assert found["held"] <= 1.02 * arenas * found["all"] / world + 2 * LARGE_BUCKET, found
+            assert found["held"] - 2 * LARGE_BUCKET <= found["arenas"] <= found["held"]
+            # Twelve thousand columns a rank are one shard.
+            assert found["shards"] <= 8 * world
 
 
 def experts(rank: int, run_id: str) -> None:

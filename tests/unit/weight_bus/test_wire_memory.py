@@ -100,3 +100,5 @@ def test_what_versions_are_published_from_is_in_the_sum_of_where_it_lies() -> No
     )
     assert device.total - host.total == host.host["publishing"] == device.parts["publishing"]
     assert "publishing" not in device.host and "publishing" not in host.parts
+    one = estimate(shape, MemoryOptions(tokens=4096, half=True, gpu=True, serving_bytes=2, arenas=1))
+    assert one.total == host.total and one.host["publishing"] == host.host["publishing"] // 2
