@@ -95,7 +95,7 @@ def test_nothing_of_it_is_left_in_shared_memory(trained: Path) -> None:
 def test_adapters_learn_the_task_with_passes_in_bfloat16(tmp_path: Path) -> None:
     """As docs/lora.md has it; engines serve merged weights in float32."""
     run_dir = tmp_path / "lora"
-    settings = ["trainer.lora.rank=16", "trainer.learning_rate=5e-3", "trainer.schedule.kind=linear"]
+    settings = ["trainer.lora.rank=16", "trainer.learning_rate=3e-3", "trainer.schedule.kind=linear"]
     arguments = ["up", "--seed", "1", "--engine", "torch", "--steps", "120", "--run-dir", str(run_dir), warm_start()]
     done = run_command([*arguments, *settings, "trainer.dtype=bfloat16"], deadline_s=240.0)
     assert done.code == 0, f"{done.out}\n{done.err}"
