@@ -119,7 +119,8 @@ class WeightUpdates:
     def publish(self, version: int, weights: Mapping[str, PublishedTensor], durable: Future[None]) -> None:
         """Publish `version`; it is announced once `durable` (the record of the step that made it) is done.
 
-        Blocks for the copy, and until the update that its arena holds has settled. Raises DeadlineError if that takes too long.
+        Blocks for the copy, and until the update that its arena holds has settled. Raises DeadlineError where that takes
+        too long.
         """
         for before in [update for update, future in self._following.items() if future.done()]:
             self._wait_for(self._following.pop(before), before)

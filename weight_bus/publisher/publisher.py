@@ -72,14 +72,14 @@ class HashedPart(msgspec.Struct, frozen=True, kw_only=True):
 class Publisher:
     """One trainer's publisher, or one rank's of it. `publish` is called from one thread.
 
-    `tensors` are the named weights (Hugging Face names, any shape, device or floating dtype; a tied weight under one
-    name only), or how one is computed. Their names, order and shapes are fixed for the publisher's life. `dtype` is the
-    serving dtype by name, `key` the run's weight key. A delta is offered where it is no larger than `delta_max_ratio` of
-    the dense bytes (0: never), over nixl and shm. `buffers`: 2, or 1 for half the memory and no deltas, whose base would be
-    overwritten; what is copied then overwrites the last version, whatever becomes of it. With `ranks`, tensors may be DTensors of any placement, or parts of them,
-    and every rank publishes its own part; all make the publisher, and call it, alike. `adapter`: what `tensors` are where
-    they are no whole model's (`weight_bus.manifest.adapter`). Raises UsageError for what cannot
-    be served, TransportError when no arena can be had.
+    `tensors` are the named weights (Hugging Face names, any shape, device or floating dtype; a tied weight under one name
+    only), or how one is computed. Their names, order and shapes are fixed for the publisher's life. `dtype` is the serving
+    dtype by name, `key` the run's weight key. A delta is offered where it is no larger than `delta_max_ratio` of the dense
+    bytes (0: never), over nixl and shm. `buffers`: 2, or 1 for half the memory and no deltas, whose base would be
+    overwritten; what is copied then overwrites the last version, whatever becomes of it. With `ranks`, tensors may be
+    DTensors of any placement, or parts of them, and every rank publishes its own part; all make the publisher, and call it,
+    alike. `adapter`: what `tensors` are where they are no whole model's (`weight_bus.manifest.adapter`). Raises UsageError
+    for what cannot be served, TransportError when no arena can be had.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class Publisher:
         Blocks for one cast-copy of all bytes, and until the buffer it goes into is free. `leased`: the buffer is kept until
         `release(version)`, or until making the manifest fails. The same version with the same bytes answers its first
         manifest again; with other bytes the Publication fails with ConflictError, and where there are two buffers nothing
-        was touched that a receiver may read. Raises ConflictError for an older version, DeadlineError when no buffer comes free in time,
-        UsageError when names or shapes are not those the publisher was made for.
+        was touched that a receiver may read. Raises ConflictError for an older version, DeadlineError when no buffer comes
+        free in time, UsageError when names or shapes are not those the publisher was made for.
         """
         newest = self._newest
         if newest is not None and version < newest:
