@@ -139,7 +139,10 @@ def test_the_formula_says_what_the_fake_run_finds(changed: dict[str, Any]) -> No
     assert by_formula(case) == pytest.approx(plan.tightest.total, rel=0.1)
 
 
-@pytest.mark.parametrize("overrides", [[], ["trainer.activation_checkpointing=full", "trainer.dtype=bfloat16"]])
+HALF = ["trainer.activation_checkpointing=full", "trainer.dtype=bfloat16"]
+
+
+@pytest.mark.parametrize("overrides", [[], pytest.param(HALF, marks=pytest.mark.slow)], ids=["plain", "full, bfloat16"])
 def test_ranks_share_what_is_always_there(overrides: list[str]) -> None:
     case = Case("ranks", sized(128, 6, (4, 2, 32), 384, 2048), [TOKENS, *overrides])
     settings, alone = settings_of(case), predicted(case).tightest.parts
@@ -213,9 +216,9 @@ def test_experts_are_planned() -> None:
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        (2, {"expert": 2}),
-        (4, {"expert": 2, "context": 2}),
-        (2, {"expert": 2, "tensor": 2}),
+        pytest.param(2, {"expert": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"expert": 2, "context": 2}, marks=pytest.mark.slow),
+        pytest.param(2, {"expert": 2, "tensor": 2}, marks=pytest.mark.slow),
         (4, {"expert": 2, "tensor": 2}),
     ],
     ids=["data", "data, context", "tensor", "tensor, data"],
