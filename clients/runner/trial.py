@@ -91,6 +91,7 @@ class _Clock:
 
 def _problems(trial: TaskTrial, environment: AnyEnvironment, seed: int) -> TaskTrial:
     posed, changed, clock = dict[Split, list[str]](train=[], held_out=[]), None, _Clock()
+    characters = set[str]()
     ends = time.monotonic() + WITHIN_S
     for index in range(PROBLEMS):
         for split in _SPLITS:
@@ -99,6 +100,8 @@ def _problems(trial: TaskTrial, environment: AnyEnvironment, seed: int) -> TaskT
             if changed is None and (words := _difference(first, again)):
                 changed = f"problem({split!r}, {index}, {seed}) was asked for twice: {words}"
             posed[split].append(identity(first))
+            if split == "train" and trial.speaks != "agent":
+                characters.update(first.prompt)
         if time.monotonic() > ends:
             break
     train = set(posed["train"])
@@ -110,6 +113,7 @@ def _problems(trial: TaskTrial, environment: AnyEnvironment, seed: int) -> TaskT
         held_out=len(posed["held_out"]),
         shared=shared,
         different=len(set(posed["held_out"])),
+        characters="".join(sorted(characters)),
         changed=changed,
         problem_s=clock.slowest_s,
     )

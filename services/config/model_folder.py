@@ -12,15 +12,26 @@ from services.policies.training.model_shape import ModelShape, shape_of
 from services.wire.errors import UNDECODABLE
 
 
+class _Vocabulary(msgspec.Struct):
+    type: str = ""
+    vocab: msgspec.Raw = msgspec.Raw()
+
+
+class _Added(msgspec.Struct):
+    content: str
+
+
 class _Tokenizer(msgspec.Struct):
     """A tokenizer.json has one: `model`, which holds the vocabulary."""
 
-    model: msgspec.Raw
+    model: _Vocabulary
+    added_tokens: list[_Added] = []
 
 
 def read_model_files(folder: Path) -> ModelFiles:
     """Raises nothing: what cannot be read is said in its fields."""
     shape: ModelShape | None = None
+    tokenizer = _tokenizer(folder)
     try:
         configuration = json.loads((folder / "config.json").read_bytes())
         unusable = None if isinstance(configuration, dict) else "it is no JSON object"
@@ -34,19 +45,29 @@ def read_model_files(folder: Path) -> ModelFiles:
     return ModelFiles(
         folder=str(folder),
         config=unusable,
-        tokenizer=_tokenizer(folder),
+        tokenizer=tokenizer if isinstance(tokenizer, str) else None,
         weights=sum(1 for suffix in ("safetensors", "bin") for _ in folder.glob(f"*.{suffix}")),
         chat_template=_has_template(folder),
         shape=shape,
+        characters=None if isinstance(tokenizer, str) else _characters(tokenizer),
     )
 
 
-def _tokenizer(folder: Path) -> str | None:
+def _tokenizer(folder: Path) -> _Tokenizer | str:
+    """Or why it cannot be read."""
     try:
-        msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_Tokenizer)
+        return msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_Tokenizer)
     except (OSError, *UNDECODABLE) as error:
         return _why(error)
-    return None
+
+
+def _characters(tokenizer: _Tokenizer) -> frozenset[str] | None:
+    """Of one with whole words for tokens, each of which is a character. A special token in a prompt is no character."""
+    if tokenizer.model.type != "WordLevel":
+        return None
+    special = {added.content for added in tokenizer.added_tokens}
+    words = msgspec.json.decode(tokenizer.model.vocab, type=dict[str, int]).keys() - special
+    return frozenset(words) if all(len(word) == 1 for word in words) else None
 
 
 def _has_template(folder: Path) -> bool:

@@ -23,7 +23,7 @@ from services.host.commands import ask
 from services.host.models import is_folder
 from services.policies.diagnosis.environment import of_dialects, of_trial
 from services.policies.diagnosis.finding import Finding, error
-from services.policies.diagnosis.plan import of_model
+from services.policies.diagnosis.plan import of_characters, of_model
 from services.policies.diagnosis.store import of_clocks, of_store
 from services.run_store.client import reached_by, read_store
 from services.security.keys import KeyPlaces
@@ -126,4 +126,8 @@ def _model(settings: RunSettings, tried: Sequence[TaskTrial]) -> list[Finding]:
         return []
     model = read_model_files(path.expanduser())
     chats = any(trial.speaks != "text" for trial in tried)
-    return [*of_model(model, chats=chats), *of_dialects(tried, chat_template=model.chat_template)]
+    return [
+        *of_model(model, chats=chats),
+        *of_dialects(tried, chat_template=model.chat_template),
+        *(found for trial in tried for found in of_characters(model, trial.task, trial.characters)),
+    ]

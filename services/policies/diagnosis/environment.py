@@ -72,8 +72,8 @@ def of_trial(trial: TaskTrial) -> Iterator[Finding]:
         yield warning(
             "environment-repeats-problems",
             f"task {trial.task} has few held-out problems: success is known less well than their number says",
-            f"{trial.different} of the first {trial.held_out} held-out problems differ; split_of holds one in eight out",
-            "draw from more problems, or set evaluation.problems to about as many as differ",
+            f"{trial.different} of the first {trial.held_out} held-out problems differ",
+            "draw from more problems (split_of holds one in eight out), or set evaluation.problems to as many as differ",
         )
 
 

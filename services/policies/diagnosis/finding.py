@@ -36,6 +36,7 @@ FindingId = Literal[
     "tokenizer",
     "chat-template",
     "dialect",
+    "unknown-characters",
     "memory",
     # The environment
     "environment-fails",

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from services.policies.diagnosis.finding import Finding, error
+from services.policies.diagnosis.finding import Finding, error, warning
 from services.policies.placement.engine_memory import EngineOptions, engine_estimate
 from services.policies.training.memory import MemoryOptions, estimate
 from services.policies.training.model_shape import ModelShape
 
 _GIB = 1 << 30
+_SHOWN = 10
+"""Characters that are named."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,8 @@ class ModelFiles:
     """What a model folder holds. `config`, `tokenizer`: why that file cannot be used, None where it can.
 
     `weights`: how many files of weights; `chat_template`: whether there is one; `shape`: None where config.json does not
-    say what is needed.
+    say what is needed. `characters`: all that its tokenizer knows, where it has a token for each character alone; None for
+    one of another kind.
     """
 
     folder: str
@@ -27,6 +30,7 @@ class ModelFiles:
     weights: int = 1
     chat_template: bool = True
     shape: ModelShape | None = None
+    characters: frozenset[str] | None = None
 
 
 def of_model(model: ModelFiles, *, chats: bool = False) -> Iterator[Finding]:
@@ -76,6 +80,20 @@ def least_host_bytes(
     engine = engine_estimate(shape, EngineOptions(context=1, item_bytes=item_bytes, batched=1, running=1)).parts
     parts[f"{engines} engine{'s' if engines > 1 else ''}"] = engines * (engine["weights"] + engine["update"])
     return parts
+
+
+def of_characters(model: ModelFiles, task: str, characters: str) -> Iterator[Finding]:
+    """`characters`: of the task's prompts."""
+    unknown = [] if model.characters is None else [each for each in characters if each not in model.characters]
+    if unknown:
+        shown = " ".join(each if each.isprintable() and each != " " else repr(each) for each in unknown[:_SHOWN])
+        more = " …" if len(unknown) > _SHOWN else ""
+        yield warning(
+            "unknown-characters",
+            f"the model cannot read all of what task {task} asks",
+            f"its tokenizer has no token for {shown}{more}: each becomes the unknown token",
+            "pose problems in characters that it knows, or take a model with a larger vocabulary",
+        )
 
 
 def of_memory(parts: Mapping[str, int], there: int) -> Iterator[Finding]:

@@ -26,6 +26,8 @@ class TaskTrial(msgspec.Struct, frozen=True, kw_only=True):
     """Of these, how many are among the training ones."""
     different: int = 0
     """Of the held-out ones, how many there are if those that ask the same are counted once."""
+    characters: str = ""
+    """Of the prompts of the training problems, once each, in their order; of an agent, which prompts by itself, none."""
     changed: str | None = None
     """What was different when it was asked for again; None where nothing was."""
     rewards: list[float] = []

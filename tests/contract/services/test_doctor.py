@@ -63,7 +63,8 @@ class Task:
         numbers = problem_rng("own", split, index, seed)
         while split_of(word := str(numbers.randrange(1 << 30))) != split:
             pass
-        return Problem(split, index, prompt=f"{word}=", solution=word[0])
+        asked = "First OF " if self.fault == "characters" else ""
+        return Problem(split, index, prompt=f"{asked}{word}=", solution=word[0])
 
     def start(self, problem):
         return Episode(self.fault, problem)
@@ -121,6 +122,13 @@ def test_a_fault_of_an_environment_is_named_before_anything_starts(
     found = doctor("--task", f"python:{tmp_path / 'own.py'}:Task?fault={fault}", f"model.path={tiny_policy}")
     assert ids(found) == ([] if fault == "none" else [f"environment-{fault}"])
     assert not (tmp_path / "runs").exists()
+
+
+def test_prompts_that_the_tokenizer_cannot_write_down_are_told_of(tmp_path: Path, tiny_policy: Path) -> None:
+    (tmp_path / "own.py").write_text(TASKS)
+    (found,) = doctor("--task", f"python:{tmp_path / 'own.py'}:Task?fault=characters", f"model.path={tiny_policy}")
+    assert (found["id"], found["severity"]) == ("unknown-characters", "warning")
+    assert "no token for F O: each becomes" in found["evidence"]
 
 
 @pytest.mark.parametrize("load", [9.0, 0.5])

@@ -25,7 +25,7 @@ from services.policies.diagnosis.machine import (
     of_unended,
 )
 from services.policies.diagnosis.mesh import of_causes, of_unread
-from services.policies.diagnosis.plan import ModelFiles, least_host_bytes, of_memory, of_model
+from services.policies.diagnosis.plan import ModelFiles, least_host_bytes, of_characters, of_memory, of_model
 from services.policies.diagnosis.store import StoreFacts, of_clocks, of_store
 from services.policies.diagnosis.training import of_steps
 from services.policies.training.health import signs
@@ -122,6 +122,18 @@ def test_a_model_folder_is_judged_by_its_files() -> None:
     assert ids(list(of_model(replace(well, tokenizer="it is not there")))) == ["tokenizer"]
     assert ids(list(of_model(replace(well, chat_template=False), chats=True))) == ["chat-template"]
     assert list(of_model(replace(well, chat_template=False))) == []
+
+
+def test_characters_that_a_tokenizer_of_characters_lacks_are_named() -> None:
+    model = ModelFiles("m", characters=frozenset("abc "))
+    found = only(list(of_characters(model, "own", " Aab\n")))
+    assert (found.id, found.severity) == ("unknown-characters", "warning")
+    assert "no token for A '\\n': each" in found.evidence
+    assert "task own" in found.cause
+    assert list(of_characters(model, "own", "abc ")) == []
+    assert list(of_characters(ModelFiles("m"), "own", "A")) == [], "pieces of words are put together of bytes"
+    many = only(list(of_characters(model, "own", "ABCDEFGHIJKLM")))
+    assert "J …: each" in many.evidence
 
 
 def test_plain_text_that_nobody_chose_is_told_of_where_the_model_has_a_template() -> None:

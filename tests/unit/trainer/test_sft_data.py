@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clients.environments.base import split_of
 from services.config.load import known_keys
 from services.policies.training.model_defaults import ModelFacts
 from services.wire.errors import UsageError
@@ -146,6 +147,21 @@ def test_the_example_writes_chats(tmp_path: Path) -> None:
         assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
         first, second = (re.findall(r"\d+", message["content"]) for message in chat.messages[1::2])
         assert int(first[0]) + int(first[1]) == int(first[2]) == int(second[0])
+
+
+def test_the_example_of_letters_writes_their_form_alone(tmp_path: Path) -> None:
+    made = subprocess.run(
+        [sys.executable, ROOT / "docs/examples/earlier.py", "200"], capture_output=True, check=True, timeout=60
+    )
+    (tmp_path / "form.jsonl").write_bytes(made.stdout)
+    found = read_examples(FILE, read_table(tmp_path / "form.jsonl"), DataSettings())
+    assert (found.kind, len(found.each)) == ("prompt-answer", 200)
+    right = 0
+    for row in found.each:
+        assert isinstance(row, PromptAnswer)
+        assert row.answer in row.prompt.split() and split_of(row.prompt) == "train"
+        right += row.answer == min(row.prompt.split())
+    assert 60 < right < 140, "a random one of the two"
 
 
 texts = st.text(alphabet="ab", max_size=2)
