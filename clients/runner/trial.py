@@ -104,7 +104,7 @@ def _problems(trial: TaskTrial, environment: AnyEnvironment, seed: int) -> TaskT
                 characters.update(first.prompt)
         if time.monotonic() > ends:
             break
-    train = set(posed["train"])
+    train, held = set(posed["train"]), set(posed["held_out"])
     # One text for all problems does not tell them apart.
     shared = sum(each in train for each in posed["held_out"]) if len(train) > 1 else 0
     return msgspec.structs.replace(
@@ -112,7 +112,7 @@ def _problems(trial: TaskTrial, environment: AnyEnvironment, seed: int) -> TaskT
         problems=len(posed["train"]),
         held_out=len(posed["held_out"]),
         shared=shared,
-        different=len(set(posed["held_out"])),
+        different=len(held) if len(held | train) > 1 else 0,
         characters="".join(sorted(characters)),
         changed=changed,
         problem_s=clock.slowest_s,

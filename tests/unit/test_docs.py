@@ -57,6 +57,18 @@ def test_configurations_of_the_data_are_understood(tmp_path: Path) -> None:
         load_settings(file, [])
 
 
+def test_settings_that_pages_for_beginners_name_exist() -> None:
+    known = set(known_keys())
+    sections = {key.rpartition(".")[0] for key in known} - {""}
+    for page in [
+        *ROOT.glob("docs/tutorials/*.md"),
+        *(ROOT / f"docs/{name}.md" for name in ("troubleshooting", "lora", "memory")),
+    ]:
+        named = re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?: ?=[^`]*)?`", page.read_text(encoding="utf-8"))
+        settings = {key for key in named if key.rpartition(".")[0] in sections}
+        assert settings <= known | sections, page.name
+
+
 def test_every_key_of_a_run_is_documented_with_its_bound() -> None:
     text = (ROOT / "docs" / "the-loop.md").read_text(encoding="utf-8").partition("## What a run keeps in Redis")[2]
     documented = set(re.findall(r"`([a-z-]+)[:`]", text.partition("\n## ")[0]))

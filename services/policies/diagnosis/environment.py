@@ -68,7 +68,7 @@ def of_trial(trial: TaskTrial) -> Iterator[Finding]:
             f"{trial.shared} of {trial.held_out} held-out problems are among the first {trial.problems} of training",
             "decide each problem's split by its text: split_of(key)",
         )
-    if 1 < trial.different < FEWEST_DIFFERENT * trial.held_out:
+    if 0 < trial.different < FEWEST_DIFFERENT * trial.held_out:
         yield warning(
             "environment-repeats-problems",
             f"task {trial.task} has few held-out problems: success is known less well than their number says",

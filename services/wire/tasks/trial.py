@@ -25,7 +25,8 @@ class TaskTrial(msgspec.Struct, frozen=True, kw_only=True):
     shared: int = 0
     """Of these, how many are among the training ones."""
     different: int = 0
-    """Of the held-out ones, how many there are if those that ask the same are counted once."""
+    """Of the held-out ones, how many there are if those that ask the same are counted once; 0: texts do not tell
+    them apart, nor those of training."""
     characters: str = ""
     """Of the prompts of the training problems, once each, in their order; of an agent, which prompts by itself, none."""
     changed: str | None = None

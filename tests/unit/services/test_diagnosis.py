@@ -172,6 +172,7 @@ WELL_TRIED = TaskTrial(
         ("environment-slow", {"respond_s": 0.4}),
         ("environment-splits-overlap", {"shared": 30}),
         ("environment-repeats-problems", {"different": 13}),
+        ("environment-repeats-problems", {"different": 1}),
     ],
 )
 def test_each_fault_of_an_environment_is_named(which: str, changes: dict[str, object]) -> None:
@@ -180,7 +181,7 @@ def test_each_fault_of_an_environment_is_named(which: str, changes: dict[str, ob
     assert only(list(of_trial(changed(WELL_TRIED, **changes)))).id == which
     assert list(of_trial(WELL_TRIED)) == []
     # Nonsense alone is worth nothing, and no judge of ours was asked: neither says anything.
-    for unknown in ({"rewards": [0.0] * 16, "right_answers": 0}, {"rewards": []}):
+    for unknown in ({"rewards": [0.0] * 16, "right_answers": 0}, {"rewards": []}, {"different": 0}):
         assert list(of_trial(changed(WELL_TRIED, **unknown))) == []
 
 
