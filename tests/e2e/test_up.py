@@ -107,12 +107,14 @@ def test_adapters_learn_the_task_with_passes_in_bfloat16(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_two_data_ranks_learn_the_task(tmp_path: Path) -> None:
-    """As docs/parallel.md has it: each publishes its part of the weights, here from one arena."""
+@pytest.mark.parametrize(
+    ("split", "arenas"), [("data", ["weights.arenas=1", "weights.delta=off"]), ("tensor", [])], ids=["data", "tensor"]
+)
+def test_two_ranks_learn_the_task(split: str, arenas: list[str], tmp_path: Path) -> None:
+    """As docs/parallel.md has it: each publishes its part of the weights, from one arena or from two."""
     run_dir = tmp_path / "ranks"
     arguments = ["up", "--seed", "1", "--engine", "torch", "--run-dir", str(run_dir), warm_start()]
-    settings = ["trainer.parallel.data=2", "weights.arenas=1", "weights.delta=off"]
-    done = run_command([*arguments, *settings], deadline_s=300.0)
+    done = run_command([*arguments, f"trainer.parallel.{split}=2", *arenas], deadline_s=300.0)
     assert done.code == 0, f"{done.out}\n{done.err}"
     summary = summary_of(run_dir)
     assert summary["success_after"] >= 0.9
@@ -120,7 +122,7 @@ def test_two_data_ranks_learn_the_task(tmp_path: Path) -> None:
     assert summary["max_staleness"] <= summary["k"] == 2
     assert summary["logprob_gap_mean"] <= 1e-5
     assert summary["trajectories_published"] == summary["trajectories_trained"] + summary["trajectories_dropped"]
-    assert "layout='2 data' rank=1" in (run_dir / "logs" / "trainer.log").read_text()
+    assert f"layout='2 {split}' rank=1" in (run_dir / "logs" / "trainer.log").read_text()
     assert processes_of_runs_in(run_dir) == []
     assert shared_memory_files(summary["run_id"]) == []
 
