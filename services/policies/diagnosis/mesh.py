@@ -25,8 +25,9 @@ class SeenCause(Protocol):
 
 
 _REMEDIES: dict[CauseKind, str] = {
-    "gone": "see its log for why it ended; `rollmesh up` starts it again, else start it yourself",
-    "silent": "see whether its process is stopped or its host cut off; end it, and its sessions go to another server",
+    "gone": "see its log for why it ended; `rollmesh up` and `rollmesh serve` start it again, else start it yourself",
+    "silent": "see whether its process is stopped or its host cut off; once it has ended, `rollmesh up` and `serve` start "
+    "it again, and sessions of a rollout server go to another",
     "unheard": "see that it reaches Redis, and that its host is not overloaded",
     "not_ready": "do what it says; GET /readyz there lists the reasons",
     "store_full": "raise Redis' maxmemory or run_store.max_bytes, or lower trainer.checkpoint_every",

@@ -2,7 +2,7 @@
 
 | finding           | seen                                                                                            |
 |-------------------|-------------------------------------------------------------------------------------------------|
-| signs             | those that the trainer saw (`services.policies.training.health`), in the last step or most of 10 |
+| signs             | those that the trainer saw (`services.policies.training.health`), in the last step or half of 10|
 | `throughput-drop` | the last steps take three times as long as those before, at under half the tokens a second      |
 | `reward-collapse` | success under half of its peak (0.2 or more); without success, two spreads of reward below it    |
 """
@@ -55,7 +55,7 @@ def _signs(lines: Sequence[StepMetrics]) -> Iterator[Finding]:
     lately = lines[-_SIGNS_OF:]
     often = Counter(kind for line in lately for kind in line.warnings)
     for kind, times in sorted(often.items()):
-        if kind in last.warnings or 2 * times > _SIGNS_OF:
+        if kind in last.warnings or 2 * times >= _SIGNS_OF:
             words = next(line.warnings[kind] for line in reversed(lately) if kind in line.warnings)
             seen, remedy = _apart(words)
             which = _OF_SIGNS.get(kind, "cannot-learn")
