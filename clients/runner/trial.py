@@ -100,7 +100,7 @@ def _problems(trial: TaskTrial, environment: AnyEnvironment, seed: int) -> TaskT
             if changed is None and (words := _difference(first, again)):
                 changed = f"problem({split!r}, {index}, {seed}) was asked for twice: {words}"
             posed[split].append(identity(first))
-            if split == "train" and trial.speaks != "agent":
+            if split == "train" and trial.speaks == "text":
                 characters.update(first.prompt)
         if time.monotonic() > ends:
             break

@@ -66,7 +66,10 @@ def _characters(tokenizer: _Tokenizer) -> frozenset[str] | None:
     if tokenizer.model.type != "WordLevel":
         return None
     special = {added.content for added in tokenizer.added_tokens}
-    words = msgspec.json.decode(tokenizer.model.vocab, type=dict[str, int]).keys() - special
+    try:
+        words = msgspec.json.decode(tokenizer.model.vocab, type=dict[str, int]).keys() - special
+    except UNDECODABLE:
+        return None
     return frozenset(words) if all(len(word) == 1 for word in words) else None
 
 

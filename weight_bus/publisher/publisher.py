@@ -113,7 +113,7 @@ class Publisher:
         self._shared: BucketHashes | None = None
         if ranks is not None and self._plan.owners is not None:
             self._shared = BucketHashes(self.layout, self._plan.owners, bucket_bytes, ranks)
-        # Both before the first export: a source may describe all registered memory.
+        # All before the first export: a source may describe all registered memory.
         self._arenas = [ArenaBuffer(exporter, self._plan, dtype_of(dtype)) for _ in range(buffers)]
         offers = exporter.name in _RANGE_TRANSPORTS and delta_max_ratio > 0
         item = ITEM_BYTES[dtype]
@@ -172,9 +172,10 @@ class Publisher:
         """
 
     def digest(self, version: int, tensors: Mapping[str, PublishedTensor]) -> str:
-        """The root digest that these weights would be published under as `version`; of two buffers nobody reads that one.
+        """The root digest that these weights would be published under as `version`; nobody can read them yet.
 
-        Takes the time of a publication. Raises as `publish` does, but for versions that are not newer.
+        Takes the time of a publication. With one buffer the version in it is overwritten. Raises as `publish` does, but
+        for versions that are not newer.
         """
         self._check(tensors)
         buffer = self._next_buffer

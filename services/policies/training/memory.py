@@ -186,7 +186,7 @@ class _Step:
             critic += 4.0 * self.weights / data
         elif options.offload_idle:
             critic = 0.0
-        publishing = {"publishing": 1.0 * options.arenas * options.serving_bytes * self.weights / data}
+        publishing = {"publishing": options.arenas * options.serving_bytes * self.weights / data}
         host: dict[str, float] = {} if options.publish_on_device else publishing
         on_device = {
             "weights": 4.0 * self.all / data,

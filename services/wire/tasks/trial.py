@@ -28,7 +28,7 @@ class TaskTrial(msgspec.Struct, frozen=True, kw_only=True):
     """Of the held-out ones, how many there are if those that ask the same are counted once; 0: texts do not tell
     them apart, nor those of training."""
     characters: str = ""
-    """Of the prompts of the training problems, once each, in their order; of an agent, which prompts by itself, none."""
+    """Of the prompts of the training problems, once each, in their order; none unless the task speaks plain text."""
     changed: str | None = None
     """What was different when it was asked for again; None where nothing was."""
     rewards: list[float] = []

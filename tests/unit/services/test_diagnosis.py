@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from services.config.model_folder import read_model_files
 from services.policies.balance import Counted
 from services.policies.diagnosis.environment import of_dialects, of_trial
 from services.policies.diagnosis.finding import Finding
@@ -134,6 +136,24 @@ def test_characters_that_a_tokenizer_of_characters_lacks_are_named() -> None:
     assert list(of_characters(ModelFiles("m"), "own", "A")) == [], "pieces of words are put together of bytes"
     many = only(list(of_characters(model, "own", "ABCDEFGHIJKLM")))
     assert "J …: each" in many.evidence
+
+
+@pytest.mark.parametrize(
+    ("model", "known"),
+    [
+        ('{"type": "WordLevel", "vocab": {"$": 0, "a": 1, " ": 2}}', frozenset("a ")),
+        ('{"type": "WordLevel", "vocab": {"word": 0, "a": 1}}', None),
+        ('{"type": "WordLevel"}', None),
+        ('{"type": "BPE", "vocab": {"a": 0}, "merges": []}', None),
+    ],
+    ids=["characters", "words", "without a vocabulary", "pieces"],
+)
+def test_a_folder_tells_its_characters_where_each_is_a_token(
+    model: str, known: frozenset[str] | None, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(f'{{"added_tokens": [{{"id": 0, "content": "$"}}], "model": {model}}}')
+    found = read_model_files(tmp_path)
+    assert (found.tokenizer, found.characters) == (None, known)
 
 
 def test_plain_text_that_nobody_chose_is_told_of_where_the_model_has_a_template() -> None:

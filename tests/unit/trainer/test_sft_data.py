@@ -17,7 +17,7 @@ from services.config.load import known_keys
 from services.policies.training.model_defaults import ModelFacts
 from services.wire.errors import UsageError
 from services.wire.tasks.tables import read_table
-from trainer.sft.columns import Chat, Example, PromptAnswer, TokenExample, read_examples
+from trainer.sft.columns import Chat, Example, Examples, PromptAnswer, TokenExample, read_examples
 from trainer.sft.selection import Order, held_out, place_of, steps_of
 from trainer.sft.sft_settings import DataSettings, SftSettings, fit_sft, load_sft_settings
 
@@ -135,12 +135,17 @@ def test_documented_command_lines_are_understood() -> None:
         load_sft_settings(None, [word for word in shlex.split(line) if "=" in word])
 
 
-def test_the_example_writes_chats(tmp_path: Path) -> None:
+def written_by(script: str, rows: int, folder: Path) -> Examples:
+    """What a script of the docs' examples writes."""
     made = subprocess.run(
-        [sys.executable, ROOT / "docs/examples/sum_chats.py", "7"], capture_output=True, check=True, timeout=60
+        [sys.executable, ROOT / "docs/examples" / script, str(rows)], capture_output=True, check=True, timeout=60
     )
-    (tmp_path / "chats.jsonl").write_bytes(made.stdout)
-    found = read_examples(FILE, read_table(tmp_path / "chats.jsonl"), DataSettings())
+    (folder / "rows.jsonl").write_bytes(made.stdout)
+    return read_examples(FILE, read_table(folder / "rows.jsonl"), DataSettings())
+
+
+def test_the_example_writes_chats(tmp_path: Path) -> None:
+    found = written_by("sum_chats.py", 7, tmp_path)
     assert (found.kind, len(found.each)) == ("chat", 7)
     for chat in found.each:
         assert isinstance(chat, Chat)
@@ -150,11 +155,7 @@ def test_the_example_writes_chats(tmp_path: Path) -> None:
 
 
 def test_the_example_of_letters_writes_their_form_alone(tmp_path: Path) -> None:
-    made = subprocess.run(
-        [sys.executable, ROOT / "docs/examples/earlier.py", "200"], capture_output=True, check=True, timeout=60
-    )
-    (tmp_path / "form.jsonl").write_bytes(made.stdout)
-    found = read_examples(FILE, read_table(tmp_path / "form.jsonl"), DataSettings())
+    found = written_by("earlier.py", 200, tmp_path)
     assert (found.kind, len(found.each)) == ("prompt-answer", 200)
     right = 0
     for row in found.each:
