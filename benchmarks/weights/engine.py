@@ -3,7 +3,7 @@
 benchmark ──one JSON line a command──► this process: engine, streams, updates in our way and in the paused ways
           ◄──one JSON line an answer── (benchmarks.weights.arms)
 
-python -m benchmarks.weights.engine ENGINE MODEL RUN_ID MAX_RUNNING [SHADOW packed|plain]
+python -m benchmarks.weights.engine ENGINE MODEL RUN_ID MAX_RUNNING [SHADOW PACKED]
 
 SHADOW: of engine vllm, `weights.shadow`, or `alone` for vLLM as it is without a weight bus.
 """
@@ -196,7 +196,6 @@ def _main() -> None:
 
 ALONE = "alone"
 _DTYPE = "float32"
-_NEVER_STAGED = -1
 
 
 class PausedUpdates(Protocol):
@@ -224,7 +223,7 @@ def make_updated_engine(
 ) -> tuple[Engine, PausedUpdates]:
     """The engine, its imports done, not started; and how it is updated in the paused ways. Raises UsageError.
 
-    `memory`: of vllm, where versions are staged, and whether packed copies are kept.
+    `memory`: of vllm, `weights.shadow` and `weights.packed`.
     """
     if name == "torch":
         return _torch_engine(model, run_id, max_running)
@@ -283,12 +282,12 @@ def _torch_engine(model: Path, run_id: str, max_running: int) -> tuple[Engine, P
 
 
 def _vllm_engine(
-    model: Path, run_id: str, max_running: int, shadow: str = "device", packed: str = "packed"
+    model: Path, run_id: str, max_running: int, shadow: str = "device", packed: str = "auto"
 ) -> tuple[Engine, PausedUpdates]:
     from rollout_server.engines.vllm.engine import VllmEngine
 
     kind: type[VllmEngine] = VllmEngine
-    settings = _settings(model, run_id, max_running) | {"packed": packed == "packed"}
+    settings = _settings(model, run_id, max_running) | {"packed": packed}
     if shadow == ALONE:
         from benchmarks.weights.alone import VllmAlone as kind
     else:
@@ -344,7 +343,7 @@ def _core_load(core: Any, way: PausedWay, path: str) -> None:
 
 def _core_unpack(core: Any) -> None:
     [attached] = core.model_executor.collective_rpc(_attachment)
-    attached.packed.flip(_NEVER_STAGED)
+    attached.unpack()
 
 
 def _core_held(core: Any) -> tuple[int, int]:
@@ -357,7 +356,7 @@ def _in_place(core: Any) -> Any:
     found = getattr(core, "bench_in_place", None)
     if found is None:
         [attached] = core.model_executor.collective_rpc(_attachment)
-        found = core.bench_in_place = InPlace(attached.weights.live)
+        found = core.bench_in_place = InPlace(attached.weights.in_place)
         core.bench_thread = ThreadPoolExecutor(1, thread_name_prefix="paused-update")
     return found
 

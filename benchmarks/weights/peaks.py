@@ -4,9 +4,9 @@
     others    start ─ streams decode, updates meanwhile     less that of `alone` and the host's share ÷ bytes of the weights
 
 Peaks are the kernel's high-water marks of resident memory. On a CPU there is no memory of a device: what would lie in the
-host's memory beside one (pinned) is counted apart, as the engine's own sets say. `packed`: with the packed copies that an
-engine keeps on a CPU by default, and on no GPU (`weights.packed`); the others are without. Over nixl: pages of a publisher
-that shm maps would count as the engine's.
+host's memory beside one (pinned) is counted apart, as the engine's own sets say. `device` is with all defaults: matrices
+packed alone. `plain` packs none, as on a GPU, and neither do the other places; `beside` has packed copies beside the
+matrices (`weights.packed`). Over nixl: pages of a publisher that shm maps would count as the engine's.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from benchmarks.weights.engine import ALONE
 from benchmarks.weights.processes import prompts, running_engine, running_publisher
 
 _PLACES: Mapping[str, tuple[str, str]] = {
-    ALONE: (ALONE, "plain"),
-    "device": ("device", "plain"),
-    "pinned": ("pinned", "plain"),
-    "sparse": ("sparse", "plain"),
-    "packed": ("device", "packed"),
+    ALONE: (ALONE, "off"),
+    "device": ("device", "auto"),
+    "pinned": ("pinned", "off"),
+    "sparse": ("sparse", "off"),
+    "device, plain": ("device", "off"),
+    "device, beside": ("device", "beside"),
 }
-"""Arm → where versions are staged, and whether packed copies are kept."""
+"""Arm → `weights.shadow` and `weights.packed`."""
 ARMS = tuple(arm for arm in _PLACES if arm != ALONE)
 _TRANSPORT = "nixl"
 _UPDATES = 6

@@ -93,8 +93,11 @@ def check_engine(settings: RunSettings, engine: str) -> None:
             f"weights.shadow={settings.weights.shadow} is not read by engine torch",
             "leave it out, or use --engine vllm",
         )
-    if not settings.weights.packed:
-        raise UsageError("weights.packed=false is not read by engine torch", "leave it out, or use --engine vllm")
+    if settings.weights.packed != "auto":
+        raise UsageError(
+            f"weights.packed={settings.weights.packed} is not read by engine torch",
+            "leave it out, or use --engine vllm",
+        )
 
 
 def check_dtype(settings: RunSettings) -> None:

@@ -33,6 +33,7 @@ from services.wire.weights_api import FleetPolicyName
 
 EngineName = Literal["auto", "torch", "vllm"]
 ShadowPlace = Literal["device", "pinned", "sparse"]
+PackedWeights = Literal["auto", "alone", "beside", "off"]
 TransportName = Literal["auto", "nixl", "shm", "nccl", "file"]
 
 
@@ -297,9 +298,11 @@ class WeightSettings(Section):
         description="Where engine vllm stages a version: device: a second set of weights there; pinned: in the host's "
         "memory; sparse: likewise, and of a version that changed few words those alone are copied",
     )
-    packed: bool = Field(
-        default=True,
-        description="Whether engine vllm keeps packed copies of the weights on a CPU: faster, two more sets in memory",
+    packed: PackedWeights = Field(
+        default="auto",
+        description="How engine vllm holds the matrices that it multiplies by on a CPU: alone: packed alone, least memory; "
+        "beside: packed copies beside them, two sets more, a little faster; off: not packed, slowest; auto: alone from "
+        "32 MiB on",
     )
 
     @model_validator(mode="after")

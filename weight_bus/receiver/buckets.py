@@ -9,7 +9,7 @@ definition.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,7 @@ from weight_bus.receiver.slices import Offsets, Slice, read_slice, words_of_slic
 
 _ZEROS = bytes(4096)
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_KNOWN = 4
 
 
 @dataclass(frozen=True)
@@ -67,23 +68,62 @@ class BucketPlan:
         )
 
 
+class RestoredTensors(Mapping[str, torch.Tensor]):
+    """Tensors of which the memory has some in another form, to be read as they are published.
+
+    `held`: that memory, under their names and of their shapes and dtypes. `restored`: the names of those that are held
+    otherwise; `restore` makes new tensors of one, and of others that come with it. The last are kept until `forget`.
+    """
+
+    def __init__(
+        self,
+        held: Mapping[str, torch.Tensor],
+        restored: Collection[str],
+        restore: Callable[[str], Mapping[str, torch.Tensor]],
+    ) -> None:
+        self.held, self.restored = held, restored
+        self._restore = restore
+        self._last: Mapping[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.restored:
+            return self.held[name]
+        if name not in self._last:
+            # Freed first: two would lie in memory.
+            self._last = {}
+            self._last = self._restore(name)
+        return self._last[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def forget(self) -> None:
+        self._last = {}
+
+
 class Memory:
     """The bytes of a set of tensors, by their number in the layout. Pieces of host memory are views, never copies.
 
     Tensors that `slices` names are parts of the layout's: of a piece only their bytes are written, or read by `read_into`.
+    RestoredTensors are read alone, a tensor at a time.
     """
 
     def __init__(
         self, layout: Layout, tensors: Mapping[str, torch.Tensor], slices: Mapping[str, Slice] | None = None
     ) -> None:
         self._layout = layout
-        self._given = [tensors[entry.name] for entry in layout.tensors]
+        self._restored = tensors if isinstance(tensors, RestoredTensors) else None
+        held = _held(tensors)
+        self._given = [held[entry.name] for entry in layout.tensors]
         self._addresses = [tensor.data_ptr() for tensor in self._given]
         self._tensors = [tensor.detach() for tensor in self._given]
         self._slices = [(slices or {}).get(entry.name) for entry in layout.tensors]
         self._host = [
-            host_bytes(tensor) if part is None else None
-            for tensor, part in zip(self._tensors, self._slices, strict=True)
+            host_bytes(tensor) if part is None and not self._is_restored(number) else None
+            for number, (tensor, part) in enumerate(zip(self._tensors, self._slices, strict=True))
         ]
         self._beside: dict[int, torch.Tensor] = {}
         """Contiguous copies of tensors that are being written."""
@@ -93,15 +133,22 @@ class Memory:
 
     def is_of(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether these tensors, where they are now, are what it was made of."""
-        return layout is self._layout and all(
-            tensors.get(entry.name) is given and given.data_ptr() == address
-            for entry, given, address in zip(layout.tensors, self._given, self._addresses, strict=True)
+        held, restored = _held(tensors), tensors if isinstance(tensors, RestoredTensors) else None
+        return (
+            layout is self._layout
+            and restored is self._restored
+            and all(
+                held.get(entry.name) is given and given.data_ptr() == address
+                for entry, given, address in zip(layout.tensors, self._given, self._addresses, strict=True)
+            )
         )
 
     def begin(self) -> None:
         """Forget what was copied for an update that was broken off."""
         self._beside.clear()
         self._copies.clear()
+        if self._restored is not None:
+            self._restored.forget()
 
     def throttle(self) -> CpuThrottle:
         """For work on these bytes."""
@@ -139,11 +186,18 @@ class Memory:
         host = self.in_place(piece)
         if host is not None:
             return host
-        tensor = self._tensors[piece.tensor]
-        if not tensor.is_contiguous():
-            tensor = self._copies.setdefault(piece.tensor, tensor.contiguous())
-        part = bytes_under(tensor)[piece.tensor_offset : piece.tensor_offset + piece.length]
+        part = bytes_under(self._to_read(piece.tensor))[piece.tensor_offset : piece.tensor_offset + piece.length]
         return part.cpu().numpy().data
+
+    def _to_read(self, number: int) -> torch.Tensor:
+        """Contiguous, as it is published."""
+        if self._restored is not None and self._is_restored(number):
+            return self._restored[self._layout.tensors[number].name].contiguous()
+        tensor = self._tensors[number]
+        return tensor if tensor.is_contiguous() else self._copies.setdefault(number, tensor.contiguous())
+
+    def _is_restored(self, number: int) -> bool:
+        return self._restored is not None and self._layout.tensors[number].name in self._restored.restored
 
     @torch.inference_mode()
     def read_into(self, piece: Piece, out: memoryview) -> None:
@@ -152,10 +206,7 @@ class Memory:
         if part is None:
             copy_bytes(self.read(piece), out)
             return
-        tensor = self._tensors[piece.tensor]
-        if not tensor.is_contiguous():
-            tensor = self._copies.setdefault(piece.tensor, tensor.contiguous())
-        read_slice(tensor, part, piece.tensor_offset, out)
+        read_slice(self._to_read(piece.tensor), part, piece.tensor_offset, out)
 
     @torch.inference_mode()
     def put_words(self, number: int, offsets: Offsets, values: Words) -> None:
@@ -189,18 +240,23 @@ class Memory:
     @torch.inference_mode()
     def copy_from(self, other: Memory, rest: Callable[[], None], *, at_once: int = 4 << 20) -> None:
         """Take over all bytes of a set of the same layout; `rest` is called between pieces."""
-        pairs = zip(self._host, other._host, self._tensors, other._tensors, strict=True)
-        for mine, theirs, tensor, source in pairs:
+        for number, (mine, theirs, tensor) in enumerate(zip(self._host, other._host, self._tensors, strict=True)):
+            source = other._tensors[number]
+            if theirs is None and other._is_restored(number):
+                source = other._to_read(number)
+                theirs = host_bytes(source)
             if mine is None or theirs is None:
                 tensor.copy_(source)
                 continue
             for start in range(0, len(mine), at_once):
                 copy_bytes(theirs[start : start + at_once], mine[start : start + at_once])
                 rest()
+        other.begin()
 
 
 class Memories:
-    """The `Memory` of each set of tensors, kept from update to update: an engine has two, which take turns.
+    """The `Memory` of each set of tensors, kept from update to update: an engine has two, which take turns, each of them as
+    it is written and, where it is held otherwise, as it is read.
 
     To look at a tensor through torch gives the interpreter's lock away, and beside threads that decode each time takes up
     to half a millisecond. A small model's update took ten times as long as its work does.
@@ -217,8 +273,13 @@ class Memories:
                 memory.begin()
                 return memory
         fresh = Memory(layout, tensors, self._slices)
-        self._known = [*self._known[-1:], fresh]
+        self._known = [*self._known[1 - _KNOWN :], fresh]
         return fresh
+
+
+def _held(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """For names, shapes, dtypes and addresses, which need nothing restored."""
+    return tensors.held if isinstance(tensors, RestoredTensors) else tensors
 
 
 def bucket_hash(pieces: list[Piece], length: int, memory: Memory) -> str:
@@ -235,7 +296,8 @@ def bucket_hash(pieces: list[Piece], length: int, memory: Memory) -> str:
 
 def default_plan(live: Mapping[str, torch.Tensor]) -> BucketPlan:
     """The plan of weights that came without a manifest: in the order given, buckets of default size."""
-    layout = plan_mixed_layout({name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in live.items()})
+    held = _held(live).items()
+    layout = plan_mixed_layout({name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in held})
     return BucketPlan.of(layout, [None], plan_buckets(layout.total_bytes, DEFAULT_BUCKET_BYTES))
 
 
@@ -257,6 +319,7 @@ def digest_of(plan: BucketPlan, tensors: Mapping[str, torch.Tensor]) -> str:
     for (_, length), pieces in zip(plan.ranges, plan.pieces, strict=True):
         hashes.append(bucket_hash(pieces, length, memory))
         throttle.rest()
+    memory.begin()
     return root_digest(hashes)
 
 

@@ -58,7 +58,8 @@ _log = structlog.get_logger()
 class WeightTarget(Protocol):
     """An engine's weights, by Hugging Face names: what is served, and memory for as much again.
 
-    Both mappings have the same names, shapes and dtypes. Tensors may be views into fused ones.
+    Both mappings have the same names, shapes and dtypes. Tensors may be views into fused ones. `live` is read alone, as it
+    is published, whatever form the engine has it in (`weight_bus.receiver.buckets.RestoredTensors`).
     """
 
     def live(self) -> Mapping[str, torch.Tensor]: ...
@@ -192,9 +193,10 @@ class Receiver:
         plan = self._plan_of(manifest)
         self.progress = progress
         read = self._write(manifest, plan, progress, at_once=at_once, meeting=meeting)
-        if self._prepare is not None:
-            self._prepare(manifest.version)
         kept = own_digest(self.target.shadow()) if self._slices else None
+        if self._prepare is not None:
+            # It may bring the shadow into another form.
+            self._prepare(manifest.version)
         if not at_once:
             throttle_beside(self.target.shadow().values()).settle(time.thread_time() - worked)
         staged = StageAnswer(manifest.version, manifest.root_digest, read, progress.seconds)

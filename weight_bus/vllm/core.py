@@ -77,7 +77,7 @@ def install() -> None:
 def keep_linears_live() -> None:
     """Make vLLM use its fallback, a plain product with `layer.weight`, instead of a packed copy of each weight.
 
-    vLLM's packed copy would still be used after a flip; `weight_bus.vllm.packing` packs copies that follow it.
+    vLLM's packed copy would still be used after a flip; `weight_bus.vllm.packed.layers` packs copies that follow it.
     """
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils

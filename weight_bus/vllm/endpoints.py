@@ -278,7 +278,7 @@ class EngineSettings:
     | `ROLLMESH_TRANSPORT`        | the run's `weights.transport`                         | `auto`               |
     | `ROLLMESH_KV_POLICY`        | `salt`, `recompute`; `keep` without prefix cache only | `salt`               |
     | `ROLLMESH_WEIGHTS_SHADOW`   | the run's `weights.shadow`, read in the workers       | `device`             |
-    | `ROLLMESH_WEIGHTS_PACKED`   | `0`: no packed copies on a CPU                        | packed copies        |
+    | `ROLLMESH_WEIGHTS_PACKED`   | `alone`, `beside` or `off`, as `weights.packed`       | by the model's size  |
     | `ROLLMESH_FILE_ROOT`        | the folder that weight files may be read from         | none is read         |
     | `ROLLMESH_KEYS_DIR`         | a folder with admin, peer and weights key             | the three files here |
     | `ROLLMESH_ADMIN_KEY_FILE`   | the bearer key that `/weights/*` requires             | loopback only        |

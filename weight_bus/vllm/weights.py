@@ -18,38 +18,74 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
+from services.config.settings import PackedWeights
 from weight_bus.errors import StageError
+from weight_bus.receiver.buckets import RestoredTensors
 from weight_bus.receiver.slices import Slice
 from weight_bus.vllm.experts import expert_views, is_experts
+from weight_bus.vllm.packed.sets import PackedSets, is_held_packed, multiplying_layers
 from weight_bus.vllm.quantised import QuantisedSets, check_layers, plain_weights, quantised_layers
-from weight_bus.vllm.sets import Sets, ShadowMode, make_sets
+from weight_bus.vllm.sets import Sets, ShadowMode, make_sets, on_device
 
 
 class VllmWeights:
     """A model's weights as the receiver wants them (`weight_bus.receiver.receiver.WeightTarget`).
 
     `shadow`: where a version is staged (`weight_bus.vllm.sets`); `in_place`: whether the parameters' addresses must stay,
-    which is so on a device. Raises StageError, naming the tensor, for a weight that cannot be replaced in place.
+    which is so on a device; `packed`: whether a CPU's matrices are to be held packed alone (`weight_bus.vllm.packed.sets`);
+    `holds_packed` says whether they are. Raises StageError, naming the tensor, for a weight that cannot be replaced in
+    place.
     """
 
-    def __init__(self, model: torch.nn.Module, shadow: ShadowMode = "device", *, in_place: bool | None = None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        shadow: ShadowMode = "device",
+        *,
+        in_place: bool | None = None,
+        packed: PackedWeights = "off",
+    ) -> None:
         parameters = dict(model.named_parameters())
         quantised = quantised_layers(model)
         # Before memory is taken for it.
         check_layers(quantised)
-        views = list(hugging_face_views(model, published_form(parameters, quantised)))
+        # Not kept: what is held packed instead is freed.
+        views = hugging_face_views(model, published_form(parameters, quantised))
         self.slices = {name: part for name, _, part in views if part is not None}
         """The part that this rank has, of tensors that are split over ranks."""
         # A kernel of experts remembers its scales.
         stay = True if any(is_experts(layer) for layer in quantised.values()) else in_place
-        self.sets: Sets = make_sets(parameters, shadow, in_place=stay)
+        self._packed: PackedSets | None = None
+        layers = {} if stay or quantised or shadow != "device" or on_device(parameters) else multiplying_layers(model)
+        if is_held_packed(packed, parameters, layers):
+            self._packed = PackedSets(parameters, layers, _published_rows(layers))
+        self.sets: Sets = self._packed or make_sets(parameters, shadow, in_place=stay)
         self._quantised = QuantisedSets(quantised, self.sets) if quantised else None
         if self._quantised is not None:
             self.sets = self._quantised
         self._model = model
         self._views: dict[int, Mapping[str, torch.Tensor]] = {}
+        self._restored: dict[int, RestoredTensors] = {}
         for storage in (self.sets.live, self.sets.spare):
             self._views_of(storage)
+
+    @property
+    def holds_packed(self) -> bool:
+        return self._packed is not None
+
+    def in_place(self) -> Mapping[str, torch.Tensor]:
+        """As `live`, to be written to: after `unpack`, while nothing decodes."""
+        return self._views_of(self.sets.live)
+
+    def unpack(self) -> None:
+        """Let layers multiply by the weights of `in_place` until the next flip."""
+        if self._packed is not None:
+            self._packed.unpack()
+
+    def give_back(self) -> None:
+        """Leave the model's layers as they were, so that others may be made of it."""
+        if self._packed is not None:
+            self._packed.give_back()
 
     @property
     def storage(self) -> Mapping[str, torch.Tensor]:
@@ -62,7 +98,9 @@ class VllmWeights:
         return self.sets.spare
 
     def live(self) -> Mapping[str, torch.Tensor]:
-        return self._views_of(self.sets.live)
+        if self._packed is None:
+            return self._views_of(self.sets.live)
+        return self._restored_of(self._packed, self.sets.live)
 
     def shadow(self) -> Mapping[str, torch.Tensor]:
         return self._views_of(self.sets.spare)
@@ -85,6 +123,35 @@ class VllmWeights:
             found = {name: tensor for name, tensor, _ in hugging_face_views(self._model, storage)}
             self._views[id(storage)] = found
         return found
+
+    def _restored_of(self, packed: PackedSets, storage: Mapping[str, torch.Tensor]) -> RestoredTensors:
+        """Likewise made once."""
+        found = self._restored.get(id(storage))
+        if found is None:
+            owners = {
+                name: owner
+                for owner in packed.held_alone
+                for name, _, _ in hugging_face_views(self._model, {owner: storage[owner]})
+            }
+
+            def restore(name: str) -> Mapping[str, torch.Tensor]:
+                owner = owners[name]
+                views = hugging_face_views(self._model, {owner: packed.restored(storage, owner)})
+                return {each: view for each, view, _ in views}
+
+            found = RestoredTensors(self._views_of(storage), owners.keys(), restore)
+            self._restored[id(storage)] = found
+        return found
+
+
+def _published_rows(layers: Mapping[str, list[nn.Module]]) -> dict[str, int]:
+    """Of matrices with rows of padding: how many are published."""
+    return {
+        name: len(rows_of_vocabulary(module, module.weight)[0])  # type: ignore[arg-type]
+        for name, modules in layers.items()
+        for module in modules
+        if getattr(module, "org_vocab_size", None) is not None
+    }
 
 
 def published_form(

@@ -92,8 +92,8 @@ class RollmeshWorker:
                 place = open_slot(self.model_runner, plan.rank, slot)
             attached = Attachment.on(model, run_id, transport, key, file_root, sharing, plan, place, fixed=True)
             self.rollmesh_attachments[slot] = attached
-            live = attached.weights.live().values()
-            return Attached(tensors=len(live), total_bytes=sum(tensor.nbytes for tensor in live))
+            tensors = attached.weights.shadow().values()
+            return Attached(tensors=len(tensors), total_bytes=sum(tensor.nbytes for tensor in tensors))
 
         return _reply(attach)
 

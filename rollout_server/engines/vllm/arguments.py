@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from rollout_server.engines.request_check import read_json
 from services.config.engines.vllm import MOST_LOGPROBS, MOST_RANK
-from services.config.settings import ShadowPlace
+from services.config.settings import PackedWeights, ShadowPlace
 from services.wire.errors import UsageError
 from services.wire.sampling import KvPolicy
 from weight_bus.manifest.adapter import AdapterPlan, adapted_layers
@@ -65,14 +65,14 @@ def environment(
     given: Mapping[str, Any],
     shadow: ShadowPlace = "device",
     *,
-    packed: bool = True,
+    packed: PackedWeights = "auto",
 ) -> dict[str, str]:
     """Variables that vLLM, torch and the plug-in read. `threads`: of torch, on a CPU; `shadow`, `packed`: of `weights`.
 
     Raises UsageError for what is not read on this platform.
     """
-    if platform != "cpu" and not packed:
-        raise UsageError("weights.packed=false would have no effect on a GPU, where none is packed", "leave it out")
+    if platform != "cpu" and packed != "auto":
+        raise UsageError(f"weights.packed={packed} would have no effect on a GPU, where none is packed", "leave it out")
     variables = {
         # One engine-core process, with its worker inside.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -87,8 +87,8 @@ def environment(
         if given.get("enforce_eager", True):
             # No compiler: its first generate would take seconds.
             variables["TORCHDYNAMO_DISABLE"] = "1"
-        if not packed:
-            variables[PACKED] = "0"
+        if packed != "auto":
+            variables[PACKED] = packed
     return variables
 
 

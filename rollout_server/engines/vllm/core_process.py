@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from rollout_server.engines.vllm import launch as vllm_launch
 from rollout_server.engines.vllm.arguments import Plan
-from services.config.settings import ShadowPlace
+from services.config.settings import PackedWeights, ShadowPlace
 from services.wire.errors import DeadlineError, NotReadyError, RollmeshError, UsageError
 from weight_bus.manifest.adapter import AdapterPlan
 from weight_bus.vllm.protocol import Attached, Committed, Digest, Done, Staged, ask
@@ -59,7 +59,7 @@ class CoreProcess:
     must run on the main thread, because it forks.
     """
 
-    def __init__(self, plan: Plan, *, threads: int, shadow: ShadowPlace, packed: bool) -> None:
+    def __init__(self, plan: Plan, *, threads: int, shadow: ShadowPlace, packed: PackedWeights) -> None:
         self.plan = plan
         self.threads, self.shadow, self.packed = threads, shadow, packed
         self.scratch = Path()

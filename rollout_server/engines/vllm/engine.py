@@ -31,7 +31,7 @@ from rollout_server.engines.vllm.convert import prompt_logprobs, vllm_parameters
 from rollout_server.engines.vllm.core_process import CoreProcess, Seat, dead
 from rollout_server.engines.vllm.outputs import OutputReader
 from rollout_server.engines.vllm.stats import StepMeter
-from services.config.settings import ShadowPlace
+from services.config.settings import PackedWeights, ShadowPlace
 from services.policies.training.deadlines import within
 from services.wire.errors import ConflictError, NotReadyError, RollmeshError
 from services.wire.sampling import KvPolicy, SamplingParams
@@ -282,7 +282,7 @@ class VllmEngine(RunEngine):
     CPU `start` holds the event loop for about a second and must run on the main thread, because it forks.
     `tensor_parallel`: ranks that the model is split over, each a process of its own where there are several. `given`:
     further engine arguments (`services.config.engines.vllm`). `shadow`: where a version is staged (`weight_bus.vllm.sets`);
-    `packed`: whether packed copies are kept on a CPU (`weight_bus.vllm.packing`). `adapter`: versions are adapters of
+    `packed`: how matrices are held on a CPU (`weight_bus.vllm.packed`). `adapter`: versions are adapters of
     `model`, served by vLLM's own low-rank layers. The rest: `Seat`.
     """
 
@@ -306,7 +306,7 @@ class VllmEngine(RunEngine):
         given: Mapping[str, Any] | None = None,
         start_within_s: float = 600.0,
         shadow: ShadowPlace = "device",
-        packed: bool = True,
+        packed: PackedWeights = "auto",
         adapter: AdapterPlan | None = None,
         keep_experts: bool = False,
     ) -> None:

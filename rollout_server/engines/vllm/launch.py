@@ -25,7 +25,7 @@ import torch
 from rollout_server.engines.request_check import read_json
 from rollout_server.engines.vllm import arguments
 from rollout_server.engines.vllm.arguments import Plan, Platform
-from services.config.settings import ShadowPlace
+from services.config.settings import PackedWeights, ShadowPlace
 from services.host.devices import VISIBLE
 from services.host.models import check_code
 from services.wire.errors import RollmeshError, UsageError
@@ -51,7 +51,7 @@ _log = structlog.get_logger()
 
 
 def set_environment(
-    platform: Platform, threads: int, given: Mapping[str, Any], shadow: ShadowPlace, *, packed: bool
+    platform: Platform, threads: int, given: Mapping[str, Any], shadow: ShadowPlace, *, packed: PackedWeights
 ) -> None:
     """Called before vLLM and torch are imported, and never at import time."""
     os.environ.update(arguments.environment(platform, threads, given, shadow, packed=packed))
@@ -59,7 +59,9 @@ def set_environment(
         os.environ.setdefault(name, value)
 
 
-def import_everything(threads: int, given: Mapping[str, Any], shadow: ShadowPlace, *, packed: bool = True) -> None:
+def import_everything(
+    threads: int, given: Mapping[str, Any], shadow: ShadowPlace, *, packed: PackedWeights = "auto"
+) -> None:
     """Import vLLM, which takes several seconds. `given`: engine arguments of the user's. Raises UsageError where it is
     missing or broken."""
     set_environment(arguments.installed_platform(), threads, given, shadow, packed=packed)

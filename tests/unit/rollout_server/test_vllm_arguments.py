@@ -101,9 +101,9 @@ def test_on_gpus_compiler_and_graphs_are_on_and_threads_are_vllms_own(model: Pat
 def test_on_a_cpu_steps_are_eager_threads_ours_and_the_cache_is_sized(model: Path) -> None:
     assert environment("cpu", 2, {}) == VARIABLES | {"OMP_NUM_THREADS": "2", "TORCHDYNAMO_DISABLE": "1"}
     assert "TORCHDYNAMO_DISABLE" not in environment("cpu", 2, {"enforce_eager": False})
-    assert environment("cpu", 2, {}, packed=False)["ROLLMESH_WEIGHTS_PACKED"] == "0"
-    with pytest.raises(UsageError, match=r"weights\.packed=false would have no effect on a GPU"):
-        environment("gpu", 2, {}, packed=False)
+    assert environment("cpu", 2, {}, packed="off")["ROLLMESH_WEIGHTS_PACKED"] == "off"
+    with pytest.raises(UsageError, match=r"weights\.packed=beside would have no effect on a GPU"):
+        environment("gpu", 2, {}, packed="beside")
     # 64 requests of 256 tokens, 2 · 2 layers · 1 head of 16 numbers of 2 bytes on a rank: the least that is taken.
     of_cpu = {"enforce_eager": True, "kv_cache_memory_bytes": 16 << 20, "block_size": 32}
     assert resolved(model, {}, "cpu") == ALWAYS | of_cpu
@@ -173,8 +173,8 @@ def test_a_section_that_its_engine_does_not_read_is_refused() -> None:
     check_engine(settings, "vllm")
     with pytest.raises(UsageError, match=r"rollout\.vllm\.max_model_len is not read by engine torch"):
         check_engine(settings, "torch")
-    with pytest.raises(UsageError, match=r"weights\.packed=false is not read by engine torch"):
-        check_engine(load_settings(None, ["weights.packed=false"]), "torch")
+    with pytest.raises(UsageError, match=r"weights\.packed=alone is not read by engine torch"):
+        check_engine(load_settings(None, ["weights.packed=alone"]), "torch")
 
 
 def test_weights_that_vllm_quantises_are_bfloat16() -> None:

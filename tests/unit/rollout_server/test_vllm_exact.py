@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from rollout_server.engines.base import GenerationDelta
 from rollout_server.engines.vllm.engine import VllmEngine
+from services.config.settings import PackedWeights
 from tests.support.greedy import assert_alike, decode_on, greedy
 from tests.support.model_families import FOR_VLLM, VOCABULARY, make_family
 from weight_bus.manifest.manifest import encode_manifest
@@ -36,7 +37,7 @@ SIZES = {**FOR_VLLM, "num_key_value_heads": 2}
 @dataclass(frozen=True)
 class Case:
     """`one_in`: an update changes one of so many numbers of each tensor; of few, all but the first come as deltas.
-    `within`: of the logprobs."""
+    `within`: of the logprobs; `packed`: `weights.packed`, by default of so small a model `beside`."""
 
     family: str
     ranks: int = 1
@@ -44,6 +45,7 @@ class Case:
     one_in: int = 1
     dtype: str = "float32"
     within: float = EXACT
+    packed: PackedWeights = "auto"
 
 
 FP8 = {"quantization": "fp8_per_channel"}
@@ -63,6 +65,9 @@ CASES = {
         dtype="bfloat16",
         within=0.0,
     ),
+    "packed-alone-tied-deltas": Case("Qwen3", one_in=200, packed="alone"),
+    "packed-alone-two-ranks-deltas": Case("Llama", ranks=2, one_in=200, packed="alone"),
+    "packed-alone-beside-experts": Case("Qwen3-MoE", packed="alone"),
     "experts-on-two-ranks": Case("Qwen3-MoE", ranks=2, given={"enable_expert_parallel": True}),
 }
 
@@ -78,6 +83,7 @@ def an_engine(case: Case, folder: Path, run_id: str) -> VllmEngine:
         seed=0,
         tensor_parallel=case.ranks,
         given=case.given,
+        packed=case.packed,
     )
 
 

@@ -24,7 +24,8 @@ from weight_bus.receiver.receiver import Receiver
 from weight_bus.transports.device_choice import reading_memory
 from weight_bus.transports.select import make_readers
 from weight_bus.vllm.adapters import VllmAdapters
-from weight_bus.vllm.packing import PackedLayers
+from weight_bus.vllm.packed.layers import PackedLayers
+from weight_bus.vllm.packed.sets import packing
 from weight_bus.vllm.protocol import PACKED, SHADOW
 from weight_bus.vllm.sets import shadow_mode
 from weight_bus.vllm.weights import VllmWeights, check_linears_are_live
@@ -53,9 +54,10 @@ class Attachment:
         """For the life of the engine; else another run may take its place."""
         self.weights: VllmAdapters | VllmWeights
         prepare: Callable[[int], None]
+        packed = packing(os.environ.get(PACKED, "auto"))
         if adapter is None:
             check_linears_are_live(model)
-            whole = self.weights = VllmWeights(model, shadow_mode(os.environ.get(SHADOW, "device")))
+            whole = self.weights = VllmWeights(model, shadow_mode(os.environ.get(SHADOW, "device")), packed=packed)
             storage, prepare = whole.storage, partial(self._prepare, whole)
         else:
             self.weights = VllmAdapters(model, adapter, place)
@@ -65,7 +67,8 @@ class Attachment:
         self._packed: PackedLayers | None = None
         if beside is None:
             # It makes layers follow their weights: after the check whether they do.
-            self._packed = PackedLayers(model, linears=os.environ.get(PACKED) != "0")
+            alone = isinstance(self.weights, VllmWeights) and self.weights.holds_packed
+            self._packed = PackedLayers(model, linears=packed != "off" and not alone)
             self._packed.pack(0, storage)
             self._packed.flip(0)
         self.threads = background_threads("rollmesh-weights")
@@ -143,6 +146,7 @@ class Attachment:
             if found.fixed:
                 raise ConflictError(f"this engine takes manifests of run {found.run_id!r}, not of {run_id!r}")
             found.close()
+            found._give_back()
             del all_of_it[place]
         beside = next(iter(all_of_it.values()), None)
         made = cls(model, run_id, transport, key, file_root, sharing, adapter, place, beside)
@@ -154,6 +158,20 @@ class Attachment:
         self.threads.shutdown(wait=False, cancel_futures=True)
         if self._packed is not None:
             self._packed.close()
+
+    def unpack(self) -> None:
+        """Let layers multiply by the live weights until the next flip, so that these may be written in place."""
+        if self._packed is not None:
+            self._packed.unpack()
+        if isinstance(self.weights, VllmWeights):
+            self.weights.unpack()
+
+    def _give_back(self) -> None:
+        """Leave the model as it was before, for the next run's."""
+        if self._packed is not None:
+            self._packed.give_back()
+        if isinstance(self.weights, VllmWeights):
+            self.weights.give_back()
 
     def detach(self) -> None:
         """Stage nothing any more. The base and what is packed of it are other runs', too."""

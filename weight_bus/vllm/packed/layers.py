@@ -1,4 +1,4 @@
-"""Packed copies of a CPU model's weights, made for every version before it is committed.
+"""Packed copies of a CPU model's weights beside them, made for every version before it is committed.
 
 vLLM packs once, when a model is loaded, and would use those copies after a flip. Here each layer has its live weight and
 a copy packed from the same bytes: by oneDNN, of experts by vLLM's own kernel.
@@ -9,12 +9,12 @@ a copy packed from the same bytes: by oneDNN, of experts by vLLM's own kernel.
 
 So every product uses the served version, packed or not. On a model of 3 M parameters packed products take a tenth less
 time than plain ones, on larger models up to a third less. Costs two more copies of the weights in memory: linear layers
-may be left out (`weights.packed`), experts cannot, whose kernel knows packed ones alone.
+may be left out (`weights.packed`), and those of a large model are held packed alone (`weight_bus.vllm.packed.sets`).
+Experts cannot: their kernel knows packed ones alone and makes none plain again.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -22,18 +22,14 @@ from typing import Any
 
 import structlog
 import torch
+from torch import nn
 
 from weight_bus.memory.throttle import BESIDE_DECODING, CpuThrottle, background_threads
 from weight_bus.vllm.experts import DOWN, GATE_AND_UP, LiveExperts, live_experts
+from weight_bus.vllm.packed.sets import LEAST_BYTES, PACKING_SHARE, keep_freed_memory, multiplying_layers
 
-_SHARE = 0.12
-"""CPU share for packing. Packed decoding is bound by memory bandwidth, and packing reads and writes as many bytes: at half
-a core it slowed decoding by a seventh (measured)."""
-_SMALL_BYTES = 32 << 20
-"""Smaller weights fit the caches and are packed within a step or two: no need for the lower share."""
+_NEVER_PACKED = -1
 _log = structlog.get_logger()
-# glibc's mallopt.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 class Product:
@@ -67,10 +63,12 @@ class PackedLayers:
     thread that decodes.
     """
 
-    def __init__(self, model: torch.nn.Module, *, linears: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, linears: bool = True) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._layers: list[tuple[list[str], Product | LiveExperts]] = []
         """With the names of the weights that each layer's copies are made of."""
+        self._before: list[tuple[nn.Module, Any]] = []
+        """Modules, and what they multiplied by."""
         self._lock = threading.Lock()
         self._ready: tuple[int, Sequence[Any]] | None = None
         self._kept: tuple[int, Sequence[Any]] | None = None
@@ -83,14 +81,14 @@ class PackedLayers:
             if experts is not None:
                 held = [getattr(module, GATE_AND_UP), getattr(module, DOWN)]
                 self._layers.append(([names[id(each)] for each in held], experts))
-            weight = getattr(module, "weight", None)
-            if not linears or not callable(getattr(module, "cpu_linear", None)) or weight is None or weight.ndim != 2:
-                continue
-            product: Any = Product()
-            module.cpu_linear = product
-            self._layers.append(([names[id(weight)]], product))
+        for name, holders in multiplying_layers(model).items() if linears else ():
+            for module in holders:
+                product: Any = Product()
+                self._before.append((module, module.cpu_linear))
+                module.cpu_linear = product
+                self._layers.append(([name], product))
         if self._layers:
-            _keep_freed_memory()
+            keep_freed_memory()
 
     def pack(self, version: int, storage: Mapping[str, torch.Tensor]) -> None:
         """Pack `version`'s weights, which lie in `storage` by the model's own parameter names. Blocks.
@@ -106,6 +104,15 @@ class PackedLayers:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def unpack(self) -> None:
+        """Let all layers multiply by their live weights until the next flip to a version that is packed."""
+        self.flip(_NEVER_PACKED)
+
+    def give_back(self) -> None:
+        """Let linear layers multiply as they did before."""
+        for module, product in self._before:
+            module.cpu_linear = product
+
     def _pack(self, version: int, storage: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
             if version < self._newest:
@@ -113,8 +120,9 @@ class PackedLayers:
             # The version before is being overwritten. Freed first, its memory is reused for the new copies; so is that of
             # a version that was never served.
             self._kept = self._ready = None
-        small = sum(storage[name].nbytes for names, _ in self._layers for name in names) < _SMALL_BYTES
-        throttle, packed = CpuThrottle(BESIDE_DECODING if small else _SHARE), []
+        # Small ones fit the caches and are packed within a step or two: no need for the lower share.
+        small = sum(storage[name].nbytes for names, _ in self._layers for name in names) < LEAST_BYTES
+        throttle, packed = CpuThrottle(BESIDE_DECODING if small else PACKING_SHARE), []
         for names, layer in self._layers:
             if version < self._newest:
                 return
@@ -151,19 +159,6 @@ def can_pack(dtype: torch.dtype) -> bool:
         _log.warning("linear layers are not packed", dtype=str(dtype).removeprefix("torch."), why=str(error))
         return False
     return True
-
-
-def _keep_freed_memory() -> None:
-    """Make this process's allocator keep freed memory, if it is glibc's.
-
-    Returned to the system, it would come back as fresh pages, which cost as much as the packing itself (measured).
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
-        # A thread's own arena returns its memory when its heap is empty, whatever the thresholds say.
-        mallopt(_M_ARENA_MAX, 1)
 
 
 def _pack(weight: torch.Tensor) -> Any:

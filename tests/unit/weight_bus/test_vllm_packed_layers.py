@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 import torch
 from torch import nn
 
-from weight_bus.vllm.packing import PackedLayers, can_pack
+from weight_bus.vllm.packed.layers import PackedLayers, can_pack
 
 pytestmark = pytest.mark.vllm
 X = torch.randn(5, 24, generator=torch.Generator().manual_seed(1))
