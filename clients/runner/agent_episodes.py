@@ -22,7 +22,7 @@ from clients.environments.base import AgentEndpoint, AgentEnvironment, Ended, Pr
 from clients.rollout.client import RolloutClient
 from clients.rollout.transport import ServerUnreachableError
 from clients.runner.failures import Cause, EnvironmentFailedError, cause_of
-from clients.runner.text_episodes import NOTHING, Played, components
+from clients.runner.text_episodes import NOTHING, LastTurn, Played, components
 from services.wire.errors import NotFoundError, NotReadyError, RollmeshError
 from services.wire.reward_api import RewardFailedError
 from services.wire.rollout_api import FinishGroup, GroupOpened, OpenGroup, SamplingBody
@@ -160,9 +160,10 @@ async def _play(
         await _end(agent, beats)
 
 
-async def _last_turn(client: RolloutClient, session_id: str) -> tuple[str, str] | None:
-    """What the policy was told last, and what it said to that; None where that is not known: the episode counts all the
-    same."""
+async def _last_turn(client: RolloutClient, session_id: str) -> LastTurn | None:
+    """What the user asked last, the calls of tools that followed and what they gave, and the policy's answer.
+
+    None where that is not known: the episode counts all the same."""
     try:
         told = await client.trajectory_messages(session_id)
     except RollmeshError as error:
@@ -170,7 +171,11 @@ async def _last_turn(client: RolloutClient, session_id: str) -> tuple[str, str] 
         return None
     for messages in reversed(told.conversations):
         if len(messages) > 1 and messages[-1].get("role") == "assistant":
-            return _in_words(messages[-2]), _in_words(messages[-1])
+            *before, answer = messages
+            users = [place for place, message in enumerate(before) if message.get("role") == "user"]
+            place = users[-1] if users else len(before) - 1
+            between = "\n".join(_in_words(message) for message in before[place + 1 :])
+            return LastTurn(_in_words(before[place]), _in_words(answer), between)
     return None
 
 

@@ -152,7 +152,7 @@ async def evaluate(
             rewards[first + place].append(episode.ended.reward)
     answers = problems * samples
     lost = [episode.lost for episodes in played for episode in episodes if episode.lost]
-    texts = [episode.last[1] for episodes in played for episode in episodes if episode.last is not None]
+    texts = [episode.last.answer for episodes in played for episode in episodes if episode.last is not None]
     return Measured(
         task=name,
         success=sum(solved) / answers,

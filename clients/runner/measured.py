@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pydantic import BaseModel
 
 from clients.environments.base import Ended
+from clients.runner.text_episodes import LastTurn
 from services.policies.training.evaluation import interval
 from services.wire.rollout_api import LONGEST_SHOWN, MOST_NAMES, CommonestAnswer, EvaluationAnswers, ShownAnswer
 
@@ -119,9 +120,9 @@ def commonest_of(texts: Sequence[str]) -> CommonestAnswer | None:
     return CommonestAnswer(answer=text[:LONGEST_SHOWN], share=times / len(texts), different=len(set(texts)))
 
 
-def shown_of(last: tuple[str, str], ended: Ended) -> ShownAnswer:
-    asked, answer = (text[:LONGEST_SHOWN] for text in last)
-    return ShownAnswer(asked=asked, answer=answer, reward=ended.reward, success=bool(ended.success))
+def shown_of(last: LastTurn, ended: Ended) -> ShownAnswer:
+    asked, answer, between = (text[:LONGEST_SHOWN] for text in last)
+    return ShownAnswer(asked=asked, answer=answer, between=between, reward=ended.reward, success=bool(ended.success))
 
 
 def as_told(measured: Measured, temperature: float, version: int, began: float) -> EvaluationAnswers:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import structlog
 
@@ -30,6 +31,14 @@ _log = structlog.get_logger()
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
+class LastTurn(NamedTuple):
+    """Of an episode that is shown: what was asked, the last answer, and what an agent did in between, as text."""
+
+    asked: str
+    answer: str
+    between: str = ""
+
+
 @dataclass(frozen=True)
 class Played:
     """One episode. `tokens` are those the policy sampled, 0 where they were not asked for. `cut_off`: whether its last
@@ -41,7 +50,7 @@ class Played:
     tokens: int
     cut_off: bool | None = None
     lost: str = ""
-    last: tuple[str, str] | None = None
+    last: LastTurn | None = None
 
     def as_reward(self, noted: Mapping[str, float]) -> SessionReward:
         """`noted`: what is recorded beside the environment's own components."""
@@ -76,7 +85,7 @@ async def play_group(
     told = reads_token_ids(environment)
     tokens = dict.fromkeys(episodes, 0)
     cut_off: dict[str, bool] = {}
-    last: dict[str, tuple[str, str]] = {}
+    last: dict[str, LastTurn] = {}
     played: list[Played] = []
     judging: dict[str, Judging] = {}
     while turns:
@@ -86,7 +95,7 @@ async def play_group(
             raise WireError(f"{client.url} answered {len(taken.results)} turns of {len(turns)}")
         if evaluating:
             texts = {turn.session_id: turn.text or "" for turn in turns}
-            last |= {each.session_id: (texts[each.session_id], each.text) for each in taken.results}
+            last |= {each.session_id: LastTurn(texts[each.session_id], each.text) for each in taken.results}
         turns = []
         for result in taken.results:
             session = result.session_id

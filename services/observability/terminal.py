@@ -47,14 +47,20 @@ def as_text(text: str, *, lines: bool = False) -> str:
     )
 
 
-def sampled_text(segment: SampledSegment, *, lines: bool = False) -> Text:
-    """A segment's text `as_text`, in which what the policy sampled is bold."""
+SAMPLED_BEGINS, SAMPLED_ENDS = "»", "«"
+
+
+def sampled_text(segment: SampledSegment, *, lines: bool = False, marked: bool = False) -> Text:
+    """A segment's text `as_text`, in which what the policy sampled is bold.
+
+    `marked`: and between » and «, for where nothing is bold."""
     shown = as_text(segment.text, lines=lines)
-    text, at = Text(shown), 0
+    text, at = Text(), 0
     for span in segment.spans:
         sampled = as_text(span.text, lines=lines)
         found = shown.find(sampled, at) if sampled else -1
         if found >= 0:
+            text.append(shown[at:found])
+            text.append(f"{SAMPLED_BEGINS}{sampled}{SAMPLED_ENDS}" if marked else sampled, style="bold")
             at = found + len(sampled)
-            text.stylize("bold", found, at)
-    return text
+    return text.append(shown[at:])

@@ -190,6 +190,7 @@ def samples(
     from rich.console import Console
 
     from services.host.run_folder import found_run
+    from services.observability.terminal import SAMPLED_BEGINS, SAMPLED_ENDS
     from services.run_store.rollouts.search import range_of
     from services.runs.samples import Wanted, choose
 
@@ -204,7 +205,8 @@ def samples(
         _show_sample(console, sample)
     of = str(chosen.count) if chosen.counted else "more"
     others = "" if chosen.count else _steps_of(chosen.kept)
-    console.print(f"{len(chosen.shown)} of {of} samples, of {folder.root}{others}", soft_wrap=True)
+    marks = f"; {SAMPLED_BEGINS}sampled{SAMPLED_ENDS}" if chosen.shown and not console.is_terminal else ""
+    console.print(f"{len(chosen.shown)} of {of} samples, of {folder.root}{others}{marks}", soft_wrap=True)
 
 
 def _steps_of(kept: tuple[int, int] | None) -> str:
@@ -227,5 +229,5 @@ def _show_sample(console: Console, sample: Sample) -> None:
     for segment in sample.segments:
         if segment.break_reason is not None:
             console.print(Text(f"  a new segment: {as_text(segment.break_reason)}", style=NOTE))
-        console.print(sampled_text(segment, lines=True))
+        console.print(sampled_text(segment, lines=True, marked=not console.is_terminal))
     console.print()

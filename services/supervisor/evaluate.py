@@ -43,6 +43,7 @@ from services.wire.rollout_api import Evaluation, EvaluationAnswers
 
 EXPORT_LEAST_S = 3600.0
 _LONGEST_LINE = 300
+_CALL = "<tool_call>"
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,14 @@ def evaluate_in_foreground(asked: Asked, *, as_json: bool) -> int:
         sys.stdout.write(evaluation.model_dump_json(indent=2, exclude={"due", "first_version", "last_version"}) + "\n")
     else:
         Console(soft_wrap=True, highlight=False).print(
-            *_lines(evaluation, time.monotonic() - began), sep="\n", markup=False
+            *evaluation_lines(evaluation, time.monotonic() - began), sep="\n", markup=False
         )
     # Where every episode was lost, nothing was measured.
     return int(evaluation.lost == evaluation.problems * evaluation.samples)
 
 
-def _lines(found: Evaluation, took_s: float) -> list[str]:
-    """`took_s`: seconds, starting and stopping included."""
+def evaluation_lines(found: Evaluation, took_s: float) -> list[str]:
+    """What `rollmesh eval` prints. `took_s`: seconds, starting and stopping included."""
     lost = lost_in_words(found.lost, found.problems * found.samples, found.lost_why)
     how = "greedily" if found.temperature == 0.0 else f"at temperature {found.temperature:g}"
     rows = {
@@ -108,8 +109,11 @@ def _answers(found: Evaluation) -> list[str]:
         lines += [
             f"{number}  reward {each.reward:g}, {outcome}",
             f"   asked     {_on_a_line(each.asked)}",
+            *([f"   then      {_on_a_line(each.between)}"] if each.between else []),
             f"   answered  {_on_a_line(each.answer)}",
         ]
+    if any(_CALL in each.answer for each in found.shown):
+        lines += ["", f"answers hold {_CALL} as text, which no parser read: set rollout.tool_parser=hermes"]
     return lines
 
 

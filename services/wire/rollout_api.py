@@ -288,10 +288,13 @@ LONGEST_SHOWN = 2000
 
 
 class ShownAnswer(Body):
-    """The last turn of a held-out episode. `asked`, `answer`: texts, their first LONGEST_SHOWN characters."""
+    """The last turn of a held-out episode: texts, their first LONGEST_SHOWN characters.
+
+    `between`: an agent's calls of tools since it was asked, and what they gave."""
 
     asked: str = Field(max_length=LONGEST_SHOWN)
     answer: str = Field(max_length=LONGEST_SHOWN)
+    between: str = Field(default="", max_length=LONGEST_SHOWN)
     reward: float
     success: bool
 

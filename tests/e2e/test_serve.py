@@ -34,9 +34,9 @@ def lines_until(mesh: Running, last: str) -> Iterator[str]:
             return
 
 
-def called(command: str) -> dict[str, Any]:
-    """A command of a shell, which answers JSON."""
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+def called(command: str, folder: Path | None = None) -> dict[str, Any]:
+    """A command of a shell, which answers JSON; run in `folder`."""
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True, cwd=folder)
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
@@ -149,7 +149,10 @@ def test_five_commands_are_the_same_plane(tiny_policy: Path, tmp_path: Path) -> 
             time.sleep(0.2)
         assert called(here(calls[1]))["session_id"] == "hello"
         for turn in calls[2:4]:
-            assert called(here(turn))["object"] == "text_completion"
+            assert called(here(turn), tmp_path)["object"] == "text_completion"
+        gateway = f"http://127.0.0.1:{ports[8000]}"
+        (whole,) = called(f"curl -s {gateway}/sessions/hello/trajectory")["segments"]
+        assert whole["break_reason"] is None, "the second turn goes on from the first"
         opened, answered, seen, finished, kept = (called(here(call)) for call in calls[4:])
         assert (opened["session_id"], answered["object"]) == ("one", "text_completion")
         assert (seen["session_id"], finished["reward"]) == ("one", 1.0)

@@ -18,7 +18,7 @@ def plain_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
         # With a large model that takes minutes, in which servers wait for the next version.
         computes = phase.name == "training" and "trainer" not in snapshot.waits
         now = [("the trainer computes step", "1")] if computes else []
-        return [*step, (phase.name, f"{phase.share:.0%}{_of_parts(phase)}"), *now]
+        return [*step, (phase.name, _progress(phase)), *now]
     left = snapshot.left_s
     return [
         *step,
@@ -32,13 +32,16 @@ def plain_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
         ("commit", commit(snapshot)),
         ("served", served(snapshot)),
         *([] if snapshot.bound is None else [("bound by", str(snapshot.bound))]),
-        *([(phase.name, f"{phase.share:.0%}{_of_parts(phase)}")] if phase.name == "evaluation after training" else []),
+        *([(phase.name, _progress(phase))] if phase.name == "evaluation after training" else []),
     ]
 
 
-def _of_parts(phase: Phase) -> str:
+def _progress(phase: Phase) -> str:
+    """Without a percentage where answers are counted, which would read as their success."""
     shown = ", ".join(_parts(phase))
-    return f": {shown}" if shown else ""
+    if phase.name.startswith("evaluation") and shown:
+        return shown
+    return f"{phase.share:.0%}" + (f": {shown}" if shown else "")
 
 
 def _parts(phase: Phase) -> list[str]:
@@ -48,8 +51,9 @@ def _parts(phase: Phase) -> list[str]:
 def part_in_words(part: Part) -> str:
     """How much of it is done, counted where it counts whole things."""
     done = f"{part.done:g}/{part.total}" if part.done == int(part.done) else f"{part.share:.0%}"
-    name = "answers" if part.name.startswith("evaluation") else part.name
-    return f"{name} {done}" + (f" ({part.now})" if part.now and not part.ended else "")
+    if part.name.startswith("evaluation"):
+        return f"{part.done:g} of {part.total} answered"
+    return f"{part.name} {done}" + (f" ({part.now})" if part.now and not part.ended else "")
 
 
 def duration(seconds: float) -> str:

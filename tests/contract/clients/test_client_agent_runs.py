@@ -321,6 +321,7 @@ class Server(RolloutClient):
 
     def __init__(self, *, refuses: RollmeshError | None = None, forgets: bool = False) -> None:
         super().__init__("http://a-server")
+        self.said = [message("user", "1+1")]
         self.opened: list[OpenGroup] = []
         self._refuses, self._forgets = refuses, forgets
 
@@ -337,11 +338,7 @@ class Server(RolloutClient):
         return RunState(run_id="r", policy_version=7, concluded=False, final_version=None)
 
     async def trajectory_messages(self, session_id: str) -> TrajectoryMessages:
-        said: list[dict[str, object]] = [
-            {"role": "user", "content": "1+1"},
-            {"role": "assistant", "content": session_id},
-        ]
-        return TrajectoryMessages(session_id=session_id, conversations=[said])
+        return TrajectoryMessages(session_id=session_id, conversations=[[*self.said, message("assistant", session_id)]])
 
     async def finish_session(self, session_id: str, body: FinishSession) -> SessionFinished:
         if self._forgets:
@@ -352,6 +349,10 @@ class Server(RolloutClient):
 
     async def abort_session(self, session_id: str) -> SessionStatus:
         raise NotFoundError(f"no session {session_id}")
+
+
+def message(role: str, content: str, **others: object) -> dict[str, object]:
+    return {"role": role, "content": content, **others}
 
 
 async def solved(_: Problem, __: AgentEndpoint) -> Ended:
@@ -386,6 +387,20 @@ async def test_an_evaluation_group_is_played_again_at_a_server_that_does_not_los
     )
     assert [len(server.opened) for server in (unreachable, started_anew, good)] == [1, 1, 1]
     assert {group.purpose for group in good.opened} == {"evaluate"}
+
+
+async def test_an_agents_calls_of_tools_stand_between_what_it_was_asked_and_its_answer() -> None:
+    server = Server()
+    call = {"function": {"name": "add", "arguments": "{}"}}
+    server.said = [
+        message("system", "Be brief."),
+        message("user", "1+1"),
+        message("assistant", "", tool_calls=[call]),
+        message("tool", "2"),
+    ]
+    shown = (await measure(server)).shown[0]
+    assert (shown.asked, shown.answer) == ("1+1", "s0")
+    assert shown.between == '[{"function":{"name":"add","arguments":"{}"}}]\n2'
 
 
 async def test_the_commonest_answer_is_told_of_all_answers_or_not_at_all() -> None:

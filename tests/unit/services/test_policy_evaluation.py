@@ -20,7 +20,8 @@ from services.policies.training.evaluation import (
     point_of,
     success_of,
 )
-from services.wire.rollout_api import EvaluationAnswers
+from services.supervisor.evaluate import evaluation_lines
+from services.wire.rollout_api import EvaluationAnswers, ShownAnswer
 
 RUNS = 4000
 
@@ -102,6 +103,18 @@ def test_each_task_of_an_evaluation_is_told_apart() -> None:
     assert (point.success, point.tasks["a"].success, point.tasks["b"].high) == (found.success, 0.5, 1.0)
     with pytest.raises(ValueError, match="not what the tasks say"):
         EvaluationAnswers.model_validate(told | {"solved": [0, 2, 2]})
+
+
+def test_what_an_agent_did_is_told_between_question_and_answer_and_calls_that_no_parser_read_are_named() -> None:
+    asked = {"due": 3, "first_version": 3, "last_version": 3, "task": "a", "solved": [1, 0], "mean_length": 4.0}
+    told = EvaluationAnswers.model_validate({**asked, "samples": 1, "temperature": 1.0, "seconds": 1.0, "at": 0.0})
+    called = ShownAnswer(asked="How warm?", between="call\n25", answer="25.", reward=1.0, success=True)
+    lines = evaluation_lines(evaluation_of(told.model_copy(update={"shown": [called]})), 2.0)
+    assert lines[-3:] == ['   asked     "How warm?"', '   then      "call\\n25"', '   answered  "25."']
+    unread = called.model_copy(update={"between": "", "answer": '<tool_call>{"name": "f"}</tool_call>'})
+    lines = evaluation_lines(evaluation_of(told.model_copy(update={"shown": [called, unread]})), 2.0)
+    assert lines[-1].endswith("set rollout.tool_parser=hermes")
+    assert sum("then" in line for line in lines) == 1
 
 
 def test_the_best_is_the_oldest_of_the_highest() -> None:

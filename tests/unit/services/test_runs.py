@@ -145,9 +145,10 @@ def test_samples_are_chosen_by_step_reward_length_and_text(place: Path, run: str
     assert steps("--sort", "reward", "--last", "2") == [5, 7]
     assert steps("--task", "another") == []
     read = rollmesh("samples", run, "--step", "4", cwd=place)
-    assert "4+1=yyyy\n" in read.stdout and "reward 0 · 4 tokens · version 3" in read.stdout
+    assert "4+1=»yyyy«\n" in read.stdout and read.stdout.endswith("; »sampled«\n")
+    assert "reward 0 · 4 tokens · version 3" in read.stdout
     steered = rollmesh("samples", run, "--step", "8", cwd=place).stdout
-    assert "8+1=\\x1b[2Jyyyyyyyy" in steered and "\x1b[2J" not in steered, (
+    assert "8+1=\\x1b[2J»yyyyyyyy«" in steered and "\x1b[2J" not in steered, (
         "what a model writes does not steer the terminal"
     )
     missing = rollmesh("samples", run, "--step", "99", cwd=place).stdout

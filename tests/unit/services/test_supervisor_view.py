@@ -308,7 +308,7 @@ def test_plain_lines_say_how_far_the_start_is(monkeypatch: pytest.MonkeyPatch) -
     assert first == (
         "step 0/60 · starting 40%: warm start 62% (sft), servers 1/2 (rollout-server-1: starting its engine)"
     )
-    assert second == "step 0/60 · start 80% · evaluation before training, answers 64/256"
+    assert second == "step 0/60 · start 80% · evaluation before training, 64 of 256 answered"
     assert third == "step 0/60 · training 0% · the trainer computes step 1"
     assert fourth == "step 0/60 · training 0% · trainer waits for a batch (3.0 s)"
 
@@ -318,7 +318,7 @@ def test_the_evaluation_before_training_is_no_wait_of_the_trainer() -> None:
     evaluates = replace(starting(), waits={"trainer": wait}, phase=Phase(BEFORE, 0.8, (Part(BEFORE, 0, 256),)))
     text = "\n".join(drawn(evaluates, 100))
     assert re.search(r"^start .* 80%  evaluation before training", text)
-    assert "answers 0/256" in text
+    assert "0 of 256 answered" in text
     assert "groups 0/16" not in text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -152,6 +153,22 @@ def test_the_example_writes_chats(tmp_path: Path) -> None:
         assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
         first, second = (re.findall(r"\d+", message["content"]) for message in chat.messages[1::2])
         assert int(first[0]) + int(first[1]) == int(first[2]) == int(second[0])
+
+
+def test_the_example_of_tools_calls_the_agents_tool_of_cities_that_training_does_not_ask_about(tmp_path: Path) -> None:
+    pytest.importorskip("agents")
+    found = written_by("weather_chats.py", 30, tmp_path)
+    assert (found.kind, len(found.each)) == ("chat", 30)
+    agent = (ROOT / "docs/examples/sdk_agent.py").read_text(encoding="utf-8")
+    for chat in found.each:
+        assert isinstance(chat, Chat)
+        assert [each["role"] for each in chat.messages] == ["system", "user", "assistant", "tool", "assistant"]
+        city = chat.messages[1]["content"].removeprefix("How warm is it in ").removesuffix("?")
+        call, given = chat.messages[2]["tool_calls"][0]["function"], chat.messages[3]["content"]
+        assert (call["name"], call["arguments"]) == ("weather_of", json.dumps({"city": city}))
+        assert f'"{city}"' not in agent and given.endswith(f" degrees in {city}")
+        assert chat.messages[4]["content"] == given.removesuffix(f" in {city}") + "."
+        assert chat.tools[0]["function"]["parameters"]["required"] == ["city"]
 
 
 def test_the_example_of_letters_writes_their_form_alone(tmp_path: Path) -> None:
