@@ -82,8 +82,9 @@ async def wait_for_http(
             if response.status_code == 200:
                 return
             why = "; ".join(msgspec.json.decode(response.content, type=_Reasons).not_ready)
-        except httpx.ConnectError:
-            why = "it does not listen yet"
+        except httpx.ConnectError as error:
+            # Nothing listens while it loads; a certificate that is refused comes here, too.
+            why = f"no connection yet ({error})"
         except httpx.TransportError as error:
             why = f"nothing answers yet ({type(error).__name__})"
         except UNDECODABLE:

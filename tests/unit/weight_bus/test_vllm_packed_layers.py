@@ -110,6 +110,22 @@ def test_without_packed_copies_layers_use_their_live_weights() -> None:
     assert model.first.cpu_linear is nn.functional.linear
 
 
+def test_layers_that_are_given_back_multiply_as_before_and_can_be_packed_for_another_run() -> None:
+    model = Model()
+    first, new = PackedLayers(model), newer(model)
+    first.pack(7, new)
+    serve(model, new)
+    first.flip(7)
+    first.unpack()
+    assert model.first.cpu_linear.packed is None and close(model.products(), expected(new))
+    first.give_back()
+    assert model.first.cpu_linear is model.head.cpu_linear is nn.functional.linear
+    second = PackedLayers(model)
+    second.pack(0, new)
+    second.flip(0)
+    assert close(model.products(), expected(new)) and model.head.cpu_linear.packed is not None
+
+
 class Counted(dict[str, torch.Tensor]):
     """Weights that count how often they are read; the third read, the first for packing, waits for `go_on`."""
 

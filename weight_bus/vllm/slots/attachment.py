@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import structlog
 import torch
 
 from services.wire.errors import ConflictError
@@ -31,6 +32,7 @@ from weight_bus.vllm.sets import shadow_mode
 from weight_bus.vllm.weights import VllmWeights, check_linears_are_live
 
 _ATTRIBUTE = "rollmesh_attachments"
+_log = structlog.get_logger()
 
 
 class Attachment:
@@ -68,6 +70,11 @@ class Attachment:
         if beside is None:
             # It makes layers follow their weights: after the check whether they do.
             alone = isinstance(self.weights, VllmWeights) and self.weights.holds_packed
+            if packed == "alone" and not alone:
+                _log.warning(
+                    "matrices are not held packed alone",
+                    why="their dtype or quantisation, adapters or weights.shadow do not allow it",
+                )
             self._packed = PackedLayers(model, linears=packed != "off" and not alone)
             self._packed.pack(0, storage)
             self._packed.flip(0)
