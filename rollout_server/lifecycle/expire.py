@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import NamedTuple
 
 import structlog
 from redis.exceptions import RedisError
@@ -55,23 +56,38 @@ async def _try_to_expire(group: Group, registry: GroupRegistry, finisher: Finish
 
 
 async def _expire_group(group: Group, registry: GroupRegistry, finisher: Finisher) -> None:
+    use: _Use | None = None
     for session in group.live:
         if not registry.holds(group):
             return
         # A running call sees the deadline itself; a session that is being ended will be in a moment.
-        if session.end is None and not session.busy and (session.seconds_left() <= 0.0 or _is_idle(group, session)):
+        if session.end is not None or session.busy:
+            continue
+        if use is None or not group.opened_whole:
+            use = _use_of(group, session)
+        if session.seconds_left() <= 0.0 or _is_idle(group, session, use):
             await finisher.abandon(session, "expired")
+            use = None  # meanwhile a sibling may have been used
     unused_s = time.monotonic() - group.last_used
     if registry.holds(group) and not group.live and (group.complete or unused_s > group.idle_timeout_s):
         await finisher.settle(group)
 
 
-def _is_idle(group: Group, session: Session) -> bool:
+class _Use(NamedTuple):
+    """Of a session and those that are finished with it: whether one is in use, and when one was used last."""
+
+    now: bool
+    last: float
+
+
+def _use_of(group: Group, session: Session) -> _Use:
     """Siblings that were opened together are finished together: while one is used, those that wait for it are not idle."""
     together = group.live if group.opened_whole else [session]
-    last_used = max(sibling.last_used for sibling in together)
-    in_use = any(sibling.busy for sibling in together)
+    return _Use(any(sibling.busy for sibling in together), max(sibling.last_used for sibling in together))
+
+
+def _is_idle(group: Group, session: Session, use: _Use) -> bool:
     idle_timeout_s = session.terms.idle_timeout_s
-    return not in_use and time.monotonic() - last_used > (
+    return not use.now and time.monotonic() - use.last > (
         min(idle_timeout_s, LEFT_AFTER_S) if group.client_gone else idle_timeout_s
     )
