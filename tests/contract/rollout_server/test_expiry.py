@@ -16,6 +16,7 @@ from services.run_store.keys import RunKeys
 from services.supervisor.launch_plan import ValkeyPlan
 from services.wire.errors import DrainingError
 from services.wire.rollout_api import SamplingLimits
+from services.wire.sampling import SamplingParams
 from tests.conftest import free_port, wait_for_port
 from tests.support.rollout_host import Host, hosting, small_batch
 from tests.support.scripted_engine import ScriptedEngine
@@ -136,6 +137,31 @@ async def test_whatever_fails_for_a_group_the_sweep_goes_on(failure: Exception) 
         del ending.fails["settling g2"]
         await until(lambda: registry.find_ended("g2") is not None)
         assert not sweeping.done()
+    finally:
+        sweeping.cancel()
+        await asyncio.gather(sweeping, return_exceptions=True)
+
+
+async def test_of_siblings_opened_together_none_is_idle_while_one_is_used() -> None:
+    registry = GroupRegistry()
+
+    def add(name: str) -> Group:
+        group = Group(name, 0, 3, "t", "evaluate", 0.01, SamplingParams(max_tokens=1))
+        group.fill(Terms(task="t", purpose="evaluate", sampling=SamplingLimits(), idle_timeout_s=0.01))
+        registry.add(group)
+        return group
+
+    in_use, *_ = add("g").sessions.values()
+    in_use.calls_in_flight += 1
+    ending = Ending(registry, {})
+    sweeping = asyncio.create_task(expire_idle(registry, ending, 0.01))  # type: ignore[arg-type]
+    try:
+        for name in ("later", "last"):
+            add(name)
+            await until(lambda name=name: registry.find_ended(name) is not None)
+        assert "g" not in ending.tried
+        in_use.calls_in_flight -= 1
+        await until(lambda: registry.find_ended("g") is not None)
     finally:
         sweeping.cancel()
         await asyncio.gather(sweeping, return_exceptions=True)
