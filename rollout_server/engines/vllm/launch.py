@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import structlog
 import torch
 
@@ -177,8 +178,15 @@ def end(llm: Any, scratch: Path, deadline_s: float) -> None:
     """End the engine-core process for sure, reap it and remove what it left. Blocks up to `deadline_s`, then kills."""
     manager = llm.engine_core.resources.engine_manager
     processes = [] if manager is None else list(manager.processes)
+    workers = [worker for process in processes for worker in _started_by(process.pid)]
     try:
         llm.shutdown(timeout=deadline_s)
+    except psutil.NoSuchProcess as gone:
+        # vLLM kills what has not ended in time, and stumbles where a worker ends just then; it leaves the others.
+        _log.info("a worker of vLLM ended while it was to be killed", pid=gone.pid)
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
     finally:
         for process in processes:
             if process.is_alive():
@@ -189,6 +197,14 @@ def end(llm: Any, scratch: Path, deadline_s: float) -> None:
         for name in (_RPC_FOLDER, SCRATCH):
             if os.environ.get(name) == str(scratch):
                 del os.environ[name]
+
+
+def _started_by(pid: int | None) -> list[psutil.Process]:
+    """Processes that an engine core has started, such as one a rank."""
+    try:
+        return psutil.Process(pid).children(recursive=True) if pid is not None else []
+    except psutil.NoSuchProcess:
+        return []
 
 
 # RMS norms on a CPU by vLLM's compiled kernels. vLLM has them for CPUs too, but in eager mode it runs six tensor

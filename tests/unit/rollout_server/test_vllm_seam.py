@@ -6,8 +6,10 @@ import math
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from rollout_server.engines.base import GenerationDelta, join
@@ -280,3 +282,53 @@ def test_a_missing_model_folder_is_a_usage_error(tmp_path) -> None:  # type: ign
     engine = VllmEngine(tmp_path, run_id="r", dtype="float32", max_running=4, threads=1, transport="shm", seed=0)
     with pytest.raises(UsageError, match=r"no config\.json"):
         asyncio.run(engine.start())
+
+
+class CoreProcess:
+    """An engine core with one worker: as vLLM has it, a `multiprocessing.Process`."""
+
+    def __init__(self) -> None:
+        self.popen = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+        assert self.popen.stdout is not None
+        self.worker = psutil.Process(int(self.popen.stdout.readline()))
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def is_alive(self) -> bool:
+        return self.popen.poll() is None
+
+    def kill(self) -> None:
+        self.popen.kill()
+
+    def join(self, within_s: float) -> None:
+        self.popen.wait(within_s)
+
+
+def test_where_vllm_stumbles_over_a_worker_that_has_just_ended_all_are_ended(tmp_path: Path) -> None:
+    from rollout_server.engines.vllm.launch import end
+
+    core, scratch = CoreProcess(), tmp_path / "scratch"
+    scratch.mkdir()
+
+    def shutdown(timeout: float) -> None:
+        raise psutil.NoSuchProcess(1 << 30)  # of its `kill_process_tree`
+
+    manager = SimpleNamespace(processes=[core])
+    try:
+        end(
+            SimpleNamespace(
+                engine_core=SimpleNamespace(resources=SimpleNamespace(engine_manager=manager)), shutdown=shutdown
+            ),
+            scratch,
+            1.0,
+        )
+        assert not core.is_alive()
+        psutil.wait_procs([core.worker], timeout=10.0)
+        assert not core.worker.is_running() or core.worker.status() == psutil.STATUS_ZOMBIE
+        assert not scratch.exists()
+    finally:
+        core.kill()
+        if core.popen.stdout is not None:
+            core.popen.stdout.close()
