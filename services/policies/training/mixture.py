@@ -51,7 +51,7 @@ def draw(parts: tuple[int, ...], seed: int, ordinal: int) -> Draw:
     """The task of the group with this ordinal. Raises ValueError for a negative ordinal."""
     if ordinal < 0:
         raise ValueError(f"no group has the ordinal {ordinal}")
-    if len(parts) == 1:
+    if len(parts) == 1:  # a block of it may be one group: its order costs as much to draw as its problem
         return Draw(0, ordinal)
     block, at = divmod(ordinal, sum(parts))
     order = _order(parts, seed, block)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -329,6 +330,9 @@ def test_where_vllm_stumbles_over_a_worker_that_has_just_ended_all_are_ended(tmp
         assert not core.worker.is_running() or core.worker.status() == psutil.STATUS_ZOMBIE
         assert not scratch.exists()
     finally:
+        with suppress(psutil.NoSuchProcess):
+            core.worker.kill()
         core.kill()
-        if core.popen.stdout is not None:
-            core.popen.stdout.close()
+        core.join(10.0)
+        assert core.popen.stdout is not None
+        core.popen.stdout.close()
