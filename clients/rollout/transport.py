@@ -19,6 +19,7 @@ from yarl import URL
 
 from clients.rollout.calls import AnswerT, Call, new_call_name
 from services.observability.tracing import NO_TRACING, Tracing
+from services.security.connections import kept_connections
 from services.security.tls import PUBLIC, Trust, Verify
 from services.wire.error_answer import typed_error
 from services.wire.errors import CapacityError, NotReadyError, RollmeshError
@@ -62,7 +63,7 @@ class Transport:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Transport:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self.trust.verify)
+        connector = kept_connections(self.trust.verify, _KEEP_ALIVE_S)
         self._session = aiohttp.ClientSession(
             connector=connector,
             headers=self._headers,
@@ -133,7 +134,7 @@ class Transport:
 
 def open_session(verify: Verify) -> HttpSession:
     """Connections for `post_json`. An async context manager."""
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=verify))
+    return aiohttp.ClientSession(connector=kept_connections(verify))
 
 
 async def post_json(

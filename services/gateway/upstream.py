@@ -19,6 +19,7 @@ from services.gateway.request import ProxiedCall
 from services.gateway.servers import Server
 from services.policies.blame import Loss, is_suspect
 from services.security.addresses import AddressRefusedError, check_resolved
+from services.security.connections import kept_connections
 from services.security.tls import PUBLIC, Trust
 from services.wire.error_answer import typed_error
 from services.wire.errors import (
@@ -91,9 +92,7 @@ class Upstream:
     async def __aenter__(self) -> Upstream:
         # aiohttp's client costs a tenth of httpx's CPU a call; what it would add or change by itself is turned off.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self._trust.verify, resolver=_CheckedResolver()
-            ),
+            connector=kept_connections(self._trust.verify, _KEEP_ALIVE_S, _CheckedResolver()),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_WITHIN_S),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),

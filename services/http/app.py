@@ -164,7 +164,8 @@ def error_answer(error: errors.RollmeshError) -> JSONResponse:
         # OpenAI's clients send a conflict again, with pauses, unless they are told that it is for good.
         headers = {"x-should-retry": "false"}
     elif isinstance(error, errors.HeldElsewhereError):
-        headers = {OWNER_URL_HEADER: error.owner_url}
+        # It may be whom the caller meant who is elsewhere now: a new connection finds out where.
+        headers = {OWNER_URL_HEADER: error.owner_url, "connection": "close"}
     return _answer(error.status, error_body(error), headers)
 
 

@@ -22,6 +22,7 @@ from services.config.rewards import ModelScoring, RewardComponent
 from services.policies.rewards import BatchQueue, BatchRules, Failure, RewardFailure
 from services.rewards.component import Score, settle
 from services.rewards.sandbox.protocol import Sample
+from services.security.connections import kept_connections
 from services.security.keys import read_key
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import UNDECODABLE, RollmeshError, UntrustedError, WireError
@@ -107,7 +108,7 @@ class ModelScorer:
 
     async def run(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_WITHIN_S)
-        connector = aiohttp.TCPConnector(limit=0, ssl=self._trust.verify)
+        connector = kept_connections(self._trust.verify)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers) as http:
             async with asyncio.TaskGroup() as sending:
                 self._running = True

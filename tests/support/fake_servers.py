@@ -147,9 +147,9 @@ class FakeServer:
                 await _send(writer, 404, [b'{"error": {"code": "not_found", "message": "no such session"}}'])
                 return True
             if owner is not self and owner.alive:
-                more = f"x-rollmesh-owner-url: {owner.url}\r\n"
+                more = f"x-rollmesh-owner-url: {owner.url}\r\nconnection: close\r\n"
                 await _send(writer, 421, [b'{"error": {"code": "held_elsewhere", "message": "no"}}'], more)
-                return True
+                return False
             self.world.owner[session] = self
         if b'"stream": true' in seen.body or b'"stream":true' in seen.body:
             return await self._send_chunks(writer, 200, self.world.answer(seen.call, self.chunks), reader)

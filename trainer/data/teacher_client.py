@@ -21,6 +21,7 @@ import structlog
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 from tokenizers import Tokenizer
 
+from services.security.connections import kept_connections
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import UNDECODABLE, RollmeshError, UsageError, WireError
 from trainer.algorithms.advantages.batch import Float64Array
@@ -244,7 +245,7 @@ class TeacherClient:
     def _opened(self) -> aiohttp.ClientSession:
         if self._http is None:
             # Made here: it belongs to the loop that it is made on.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self._trust.verify)
+            connector = kept_connections(self._trust.verify, _KEEP_ALIVE_S)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
             self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
         return self._http

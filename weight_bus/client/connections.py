@@ -10,6 +10,7 @@ from io import BytesIO
 
 import aiohttp
 
+from services.security.connections import kept_connections
 from services.security.tls import PUBLIC, Trust
 from services.wire.error_answer import typed_error
 from services.wire.errors import NotReadyError
@@ -80,7 +81,7 @@ class Connections:
         if self._session is None:
             # Made here: it belongs to the loop that it is made on, and clients are made before theirs runs.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self._trust.verify),
+                connector=kept_connections(self._trust.verify, _KEEP_ALIVE_S),
                 timeout=self._timeout,
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),

@@ -17,6 +17,7 @@ import msgspec
 
 from rollout_server.engines.http.wire import EngineChunk, read_answer, read_chunk
 from services.policies.training.deadlines import within
+from services.security.connections import kept_connections
 from services.security.tls import PUBLIC, Trust
 from services.wire import errors
 from services.wire.error_answer import PromptTooLongError, typed_error
@@ -73,7 +74,7 @@ class EngineClient:
 
     async def open(self) -> None:
         # Admission bounds how many requests there are; a bound here would only queue them unseen.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self._trust.verify)
+        connector = kept_connections(self._trust.verify, _KEEP_ALIVE_S)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
 

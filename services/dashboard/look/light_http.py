@@ -10,6 +10,7 @@ from __future__ import annotations
 import aiohttp
 import httpx
 
+from services.security.connections import kept_connections
 from services.security.tls import PUBLIC, Trust
 
 # Shorter than servers keep idle connections: whoever closes first must be the one who would reuse it.
@@ -28,7 +29,7 @@ class LightTransport(httpx.AsyncBaseTransport):
         if self._session is None:
             # Here, as it belongs to the loop that calls.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self._trust.verify),
+                connector=kept_connections(self._trust.verify, _KEEP_ALIVE_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
             )

@@ -280,6 +280,7 @@ async def test_a_group_of_another_server_cannot_be_joined_here(serve: Serve) -> 
         refused = await second.http.post("/sessions", json={"group_id": "g", "group_size": 2})
         assert code(refused) == (421, "held_elsewhere")
         assert refused.headers["x-rollmesh-owner-url"] == first.url
+        assert refused.headers["connection"] == "close"
         assert "another rollout server" in refused.json()["error"]["message"]
         other = await open_session(second)
         # One run, one secret: a key says which session it opens on every server of the run.

@@ -68,6 +68,56 @@ async def test_a_dead_server_of_an_idle_session_is_passed_over(redis_url: str, r
         assert {answer.json()["server"] for answer in answers} <= {other.name for other in others}
 
 
+async def test_a_connection_that_leads_to_another_server_is_not_used_again(redis_url: str, run_id: str) -> None:
+    async with mesh(redis_url, run_id) as (host, (holder, other)):
+        behind, own_url = holder, holder.url
+        relayed: list[tuple[FakeServer, asyncio.StreamWriter]] = []
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            """To whom the address leads when the connection is made, for as long as it lasts."""
+            to, url = behind, other.url if behind is other else own_url
+            there, on = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            relayed.append((to, on))
+            await asyncio.wait(
+                {asyncio.create_task(_pass_on(reader, on)), asyncio.create_task(_pass_on(there, writer))},
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            on.close()
+            writer.close()
+
+        async with await asyncio.start_server(relay, "127.0.0.1", 0) as address:
+            holder.url = f"http://127.0.0.1:{address.sockets[0].getsockname()[1]}"
+            await holder.announce()
+            await until_at(host, holder)
+            session = await opened_on(host, holder)
+            behind = other
+            for _, connection in relayed:
+                connection.transport.abort()
+            # The next connection to the holder's address leads to the other one, those after it to the holder.
+            call = asyncio.create_task(host.http.post(chat(session), json=WHOLE))
+            await until(lambda: relayed[-1][0] is other)
+            behind = holder
+            assert (await call).json()["server"] == holder.name
+            asked = len(other.seen)
+            assert (await host.http.post(chat(session), json=WHOLE)).json()["server"] == holder.name
+            assert len(other.seen) == asked
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while part := await reader.read(1 << 16):
+        writer.write(part)
+        await writer.drain()
+
+
+async def until_at(host: GatewayHost, server: FakeServer) -> None:
+    """Wait until the gateway knows where the server is."""
+
+    async def known() -> bool:
+        return {each["url"] for each in await host.servers() if each["server_id"] == server.name} == {server.url}
+
+    await until(known)
+
+
 @pytest.mark.parametrize("refusal", [(503, "draining"), (503, "not_ready"), (502, "whatever")])
 async def test_a_server_that_drains_or_starts_is_passed_over(
     redis_url: str, run_id: str, refusal: tuple[int, str]
