@@ -45,7 +45,7 @@ class Checkout:
 
 def here() -> Checkout:
     """The checkout that this module is of, changes that are in no commit included."""
-    return Checkout(HERE, ROOT, Path(sys.executable))
+    return compiled(Checkout(HERE, ROOT, Path(sys.executable)))
 
 
 def checkout(revision: str, say: Callable[[str], None]) -> Checkout:
@@ -58,12 +58,20 @@ def checkout(revision: str, say: Callable[[str], None]) -> Checkout:
         with tarfile.open(fileobj=io.BytesIO(packed)) as files:
             files.extractall(folder, filter="data")
     if _needs(folder) == _needs(ROOT):
-        return Checkout(commit, folder, Path(sys.executable))
+        return compiled(Checkout(commit, folder, Path(sys.executable)))
     say(f"{commit} needs other packages: making its environment")
     made = subprocess.run(["./dev", "run", "true"], cwd=folder, env=without_keys(os.environ), check=False)
     if made.returncode != 0:
         raise RollmeshError(f"the environment of {commit} cannot be made", f"run `./dev run true` in {folder}")
-    return Checkout(commit, folder, folder / ".venv" / "bin" / "python")
+    return compiled(Checkout(commit, folder, folder / ".venv" / "bin" / "python"))
+
+
+def compiled(made: Checkout) -> Checkout:
+    """With bytecode for all of its modules. Where Python is told to write none (PYTHONDONTWRITEBYTECODE), a checkout without
+    it would compile them at each start: an eighth of what starting a service takes."""
+    packages = [str(each.parent) for each in sorted(made.folder.glob("*/__init__.py"))]
+    subprocess.run([str(made.python), "-m", "compileall", "-q", *packages], check=False)
+    return made
 
 
 def _commit(revision: str) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
+from pathlib import Path
 
 import pytest
 
 from benchmarks.guard.mesh_run import ENGINE_PROCESS, Moment, cpu_at, name_of
 from benchmarks.guard.run import ALLOWED, worse_of
 from benchmarks.harness.against import compared, in_turns, numbers, ratio_of, read_wish
-from benchmarks.harness.revision import checkout
+from benchmarks.harness.revision import Checkout, checkout, compiled
 from services.wire.errors import UsageError
 
 
@@ -29,6 +31,15 @@ def test_a_wish_that_means_nothing_is_misuse(arguments: list[str]) -> None:
 def test_a_commit_that_there_is_not_is_misuse() -> None:
     with pytest.raises(UsageError, match="no commit 'nowhere'"):
         checkout("nowhere", lambda _: None)
+
+
+def test_no_start_of_a_checkout_compiles_its_modules(tmp_path: Path) -> None:
+    for module in ("services/__init__.py", "services/http/app.py", "dev.py"):
+        (tmp_path / module).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / module).write_text("x = 1\n")
+    compiled(Checkout("a commit", tmp_path, Path(sys.executable)))
+    names = {path.name.partition(".")[0] for path in tmp_path.rglob("*.pyc")}
+    assert names == {"__init__", "app"}
 
 
 def test_numbers_are_compared_by_their_path_and_rounds_are_not() -> None:
