@@ -67,7 +67,7 @@ def checkout(revision: str, say: Callable[[str], None]) -> Checkout:
 
 
 def compiled(made: Checkout) -> Checkout:
-    """With bytecode for all of its modules. Where Python is told to write none (PYTHONDONTWRITEBYTECODE), a checkout without
+    """With bytecode of all its modules. Where Python is told to write none (PYTHONDONTWRITEBYTECODE), a checkout without
     it would compile them at each start: an eighth of what starting a service takes."""
     packages = [str(each.parent) for each in sorted(made.folder.glob("*/__init__.py"))]
     subprocess.run([str(made.python), "-m", "compileall", "-q", *packages], check=False)
