@@ -68,9 +68,12 @@ def checkout(revision: str, say: Callable[[str], None]) -> Checkout:
 
 def compiled(made: Checkout) -> Checkout:
     """With bytecode of all its modules. Where Python is told to write none (PYTHONDONTWRITEBYTECODE), a checkout without
-    it would compile them at each start: an eighth of what starting a service takes."""
-    packages = [str(each.parent) for each in sorted(made.folder.glob("*/__init__.py"))]
-    subprocess.run([str(made.python), "-m", "compileall", "-q", *packages], check=False)
+    it would compile them at each start: an eighth of what a start takes. Raises RollmeshError where that fails."""
+    packages = [str(each.parent) for each in made.folder.glob("*/__init__.py") if each.parent.name != "tests"]
+    command = [str(made.python), "-m", "compileall", "-q", *packages]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        raise RollmeshError(f"{made.folder} cannot be compiled: {(ended.stdout + ended.stderr)[-1000:]}")
     return made
 
 

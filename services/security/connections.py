@@ -7,8 +7,8 @@ from aiohttp.abc import AbstractResolver
 
 from services.security.tls import Verify
 
-_NAME_HOLDS_S = 1
-"""aiohttp would go by what a name led to ten seconds ago. Where several servers are started again they may get each other's
+_DNS_HOLDS_S = 1
+"""aiohttp would keep what DNS said for ten seconds. Where several servers are started again they may get each other's
 addresses: a connection would then lead to the wrong one for as long as it is used."""
 
 
@@ -17,5 +17,5 @@ def kept_connections(
 ) -> aiohttp.TCPConnector:
     """As many as there are calls. `keep_alive_s`: how long an idle one is kept. To be made in a running loop."""
     return aiohttp.TCPConnector(
-        limit=0, ssl=verify, keepalive_timeout=keep_alive_s, ttl_dns_cache=_NAME_HOLDS_S, resolver=resolver
+        limit=0, ssl=verify, keepalive_timeout=keep_alive_s, ttl_dns_cache=_DNS_HOLDS_S, resolver=resolver
     )

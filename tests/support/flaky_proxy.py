@@ -17,10 +17,10 @@ _UNAVAILABLE = (
 
 
 class FlakyProxy:
-    """Passes connections on to `port`; the next ones fail as `fail` says, one each."""
+    """Passes connections on to `port`, as it is when they are made; the next ones fail as `fail` says, one each."""
 
     def __init__(self, port: int) -> None:
-        self._port = port
+        self.port = port
         self.url = ""
         self.connections = 0
         self._failures: list[Failure] = []
@@ -35,7 +35,7 @@ class FlakyProxy:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         failure = self._failures.pop(0) if self._failures else None
-        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.port)
         sending = asyncio.create_task(_pass_on(reader, up_writer))
         try:
             if failure is None:

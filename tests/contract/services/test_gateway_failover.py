@@ -15,6 +15,7 @@ from services.run_store.status import read_waits
 from services.supervisor.launch_plan import ValkeyPlan
 from tests.conftest import free_port, wait_for_port
 from tests.support.fake_servers import FakeServer, Seen, World
+from tests.support.flaky_proxy import flaky_proxy
 from tests.support.gateway_host import GatewayHost, gateway, mesh
 from tests.support.until import until
 
@@ -70,52 +71,23 @@ async def test_a_dead_server_of_an_idle_session_is_passed_over(redis_url: str, r
 
 async def test_a_connection_that_leads_to_another_server_is_not_used_again(redis_url: str, run_id: str) -> None:
     async with mesh(redis_url, run_id) as (host, (holder, other)):
-        behind, own_url = holder, holder.url
-        relayed: list[tuple[FakeServer, asyncio.StreamWriter]] = []
-
-        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            """To whom the address leads when the connection is made, for as long as it lasts."""
-            to, url = behind, other.url if behind is other else own_url
-            there, on = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-            relayed.append((to, on))
-            await asyncio.wait(
-                {asyncio.create_task(_pass_on(reader, on)), asyncio.create_task(_pass_on(there, writer))},
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            on.close()
-            writer.close()
-
-        async with await asyncio.start_server(relay, "127.0.0.1", 0) as address:
-            holder.url = f"http://127.0.0.1:{address.sockets[0].getsockname()[1]}"
+        session, own_port = await opened_on(host, holder), int(holder.url.rpartition(":")[2])
+        async with flaky_proxy(other.url) as address:
+            holder.url = address.url
             await holder.announce()
-            await until_at(host, holder)
-            session = await opened_on(host, holder)
-            behind = other
-            for _, connection in relayed:
-                connection.transport.abort()
-            # The next connection to the holder's address leads to the other one, those after it to the holder.
+
+            async def known() -> bool:
+                return address.url in {each["url"] for each in await host.servers()}
+
+            await until(known)
+            # The first connection to the holder's address leads to the other one, those after it to the holder.
             call = asyncio.create_task(host.http.post(chat(session), json=WHOLE))
-            await until(lambda: relayed[-1][0] is other)
-            behind = holder
+            await until(lambda: address.connections > 0)
+            address.port = own_port
             assert (await call).json()["server"] == holder.name
             asked = len(other.seen)
             assert (await host.http.post(chat(session), json=WHOLE)).json()["server"] == holder.name
             assert len(other.seen) == asked
-
-
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while part := await reader.read(1 << 16):
-        writer.write(part)
-        await writer.drain()
-
-
-async def until_at(host: GatewayHost, server: FakeServer) -> None:
-    """Wait until the gateway knows where the server is."""
-
-    async def known() -> bool:
-        return {each["url"] for each in await host.servers() if each["server_id"] == server.name} == {server.url}
-
-    await until(known)
 
 
 @pytest.mark.parametrize("refusal", [(503, "draining"), (503, "not_ready"), (502, "whatever")])

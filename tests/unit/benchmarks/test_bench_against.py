@@ -13,7 +13,7 @@ from benchmarks.guard.mesh_run import ENGINE_PROCESS, Moment, cpu_at, name_of
 from benchmarks.guard.run import ALLOWED, worse_of
 from benchmarks.harness.against import compared, in_turns, numbers, ratio_of, read_wish
 from benchmarks.harness.revision import Checkout, checkout, compiled
-from services.wire.errors import UsageError
+from services.wire.errors import RollmeshError, UsageError
 
 
 def test_a_wish_is_taken_from_the_benchmarks_own_options() -> None:
@@ -40,6 +40,9 @@ def test_no_start_of_a_checkout_compiles_its_modules(tmp_path: Path) -> None:
     compiled(Checkout("a commit", tmp_path, Path(sys.executable)))
     names = {path.name.partition(".")[0] for path in tmp_path.rglob("*.pyc")}
     assert names == {"__init__", "app"}
+    (tmp_path / "services" / "broken.py").write_text("x =\n")
+    with pytest.raises(RollmeshError, match=r"broken\.py"):
+        compiled(Checkout("a commit", tmp_path, Path(sys.executable)))
 
 
 def test_numbers_are_compared_by_their_path_and_rounds_are_not() -> None:
