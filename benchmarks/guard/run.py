@@ -2,7 +2,8 @@
 
 Whole meshes of both run in turns (`benchmarks.guard.mesh_run`): CPU by service a step and at the start, the event loop's
 and the stream's a trajectory, the trainer's a token, memory of each service before the first group. A figure is worse
-where the median of its ratios lies above ALLOWED by more than its standard error. Wall time is shown, not judged.
+where its ratio (`benchmarks.guard.ratios`) lies above ALLOWED by more than its standard error. Wall time is shown, not
+judged.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ import msgspec
 import typer
 
 from benchmarks.guard.mesh_run import run_mesh
-from benchmarks.harness.against import Comparison, Ratio, compared, in_turns, table_of
+from benchmarks.guard.ratios import ALLOWED, ratios_of, worse_of
+from benchmarks.harness.against import Comparison, in_turns, table_of
 from benchmarks.harness.command import Say, run_measurement, show
 from benchmarks.harness.revision import HERE, checkout, here
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
-ALLOWED = 1.10
-NOT_JUDGED = ("step_ms",)
 _SEED = 1
 
 
@@ -45,7 +45,9 @@ def guard(
     """Compare with another commit; exit code 1 where something costs over 10 % more. 10 minutes with the defaults."""
     result = run_measurement(lambda folder, say: _measure(folder, say, against, pairs, steps))
     table = table_of(result.comparison)
-    table.caption = f"{_verdict(result)}\n{table.caption}"
+    table.caption = (
+        f"{_verdict(result)}\n{table.caption}\nof CPU less what the services of a pair have in common by chance"
+    )
     show(result, as_json, table)
     if result.worse:
         raise typer.Exit(1)
@@ -70,15 +72,8 @@ async def _measure(folder: Path, say: Say, against: str, pairs: int, steps: int)
         return figures
 
     runs = await in_turns(HERE, theirs.name, pairs, run, say)
-    figures = compared(runs[HERE], runs[theirs.name])
+    figures = ratios_of(runs[HERE], runs[theirs.name])
     return Guard(Comparison("guard", theirs.name, pairs, load, figures), worse_of(figures))
-
-
-def worse_of(figures: dict[str, Ratio]) -> list[str]:
-    """Those that are worse by more than is allowed and by more than chance explains."""
-    return [
-        name for name, figure in figures.items() if name not in NOT_JUDGED and figure.ratio - figure.error > ALLOWED
-    ]
 
 
 def _verdict(result: Guard) -> str:

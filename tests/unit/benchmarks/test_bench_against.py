@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.guard.mesh_run import ENGINE_PROCESS, Moment, cpu_at, name_of
-from benchmarks.guard.run import ALLOWED, worse_of
+from benchmarks.guard.ratios import ALLOWED, START, STEP, ratios_of, worse_of
 from benchmarks.harness.against import compared, in_turns, numbers, ratio_of, read_wish
 from benchmarks.harness.revision import Checkout, checkout, compiled
 from services.wire.errors import RollmeshError, UsageError
@@ -84,6 +84,57 @@ def test_a_figure_that_wanders_is_no_proof() -> None:
     wandering = ratio_of([200.0, 100.0, 140.0, 90.0, 180.0], [100.0] * 5)
     assert wandering.ratio > ALLOWED
     assert worse_of({"cpu": wandering}) == []
+
+
+SERVICES = ("bus", "gateway", "redis", "rollout server", "runner", "trainer")
+Runs = list[dict[str, float]]
+
+
+def runs_of(chance: random.Random, pairs: int, more: dict[str, float], wander: float) -> tuple[Runs, Runs]:
+    """Of a commit that takes so many times the CPU, and of the one before, on a machine whose speed wanders so much."""
+
+    def run(more: dict[str, float]) -> dict[str, float]:
+        speed, start_speed = chance.gauss(1.0, wander), chance.gauss(1.0, wander)
+        figures = {STEP + name: 100.0 * speed * chance.gauss(1.0, 0.02) for name in SERVICES}
+        figures |= {START + name: 5.0 * start_speed * chance.gauss(1.0, 0.02) for name in SERVICES}
+        figures["http_cpu_ms_per_trajectory"] = 0.3 * speed * chance.gauss(1.0, 0.02)
+        figures |= {f"idle_mib.{name}": chance.gauss(100.0, 1.0) for name in SERVICES}
+        return {name: value * more.get(name, 1.0) for name, value in figures.items()}
+
+    made = [(run(more), run({})) for _ in range(pairs)]
+    return [ours for ours, _ in made], [theirs for _, theirs in made]
+
+
+@pytest.mark.parametrize(
+    ("more", "worse"),
+    [
+        ({}, []),
+        ({"http_cpu_ms_per_trajectory": 1.15}, ["http_cpu_ms_per_trajectory"]),
+        ({START + "trainer": 1.15, "idle_mib.bus": 1.2}, [START + "trainer", "idle_mib.bus"]),
+        ({STEP + name: 0.5 for name in SERVICES[:4]}, []),
+        ({STEP + name: 1.5 for name in SERVICES}, [STEP + name for name in SERVICES]),
+        ({STEP + name: 1.5 for name in SERVICES[:4]}, [STEP + name for name in SERVICES[:4]]),
+    ],
+    ids=["the same", "one call dearer", "a start and memory", "most are cheaper", "all are dearer", "most are dearer"],
+)
+def test_a_machine_whose_speed_wanders_hides_nothing_and_accuses_nobody(
+    more: dict[str, float], worse: list[str]
+) -> None:
+    chance, right = random.Random(2), 0
+    for _ in range(50):
+        here, there = runs_of(chance, 15, more, wander=0.09)
+        found = worse_of(ratios_of(here, there))
+        assert set(found) <= set(worse)
+        right += sorted(found) == sorted(worse)
+    assert right >= 48
+
+
+@pytest.mark.parametrize("by", [0.8, 1.0, 1.3])
+def test_what_a_commit_changes_for_all_is_not_taken_for_the_machines_speed(by: float) -> None:
+    here, there = runs_of(random.Random(3), 15, {STEP + name: by for name in SERVICES}, wander=0.03)
+    figures = ratios_of(here, there)
+    assert all(figures[STEP + name].ratio == pytest.approx(by, abs=0.05) for name in SERVICES)
+    assert all(figures[START + name].ratio == pytest.approx(1.0, abs=0.05) for name in SERVICES)
 
 
 def test_what_a_service_took_is_read_between_two_looks() -> None:
