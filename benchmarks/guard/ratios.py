@@ -1,7 +1,7 @@
 """What the guard judges: the ratio of each figure over pairs of runs, less what the machine's speed did to all of a pair.
 
-A machine's speed wanders by a tenth from one run to the next, for all processes of a run alike. So each CPU figure's ratio of
-a pair is divided by the median ratio of that pair's services.
+A machine's speed wanders by a tenth from one run to the next, for all processes of a run alike. So each CPU figure's ratio
+of a pair is divided by the median ratio of that pair's services.
 
     pair     trainer  server  gateway  bus  runner   median      server less that
      1        1.08     1.25    1.09    1.07   1.10    1.09          1.15
