@@ -27,6 +27,8 @@ GROUPS, GROUP_SIZE, MAX_TOKENS = 16, 8, 24
 WARM = 10
 """Steps before those that are measured: caches fill, connections are made."""
 _SAMPLE_S = 0.1
+LEAST_START_S = 0.1
+"""CPU time is told in hundredths of a second: starts that take less are not compared."""
 _WITHIN_S = 300.0
 SERVICES = {
     "weight-bus": "bus",
@@ -38,29 +40,27 @@ SERVICES = {
 """What a service is started as, and what it is called here."""
 ENGINE_PROCESS = "rollout_server.engines.torch.process.worker"
 """The module that a rollout server starts for its engine: a part of that service."""
+EVENT_LOOP = "event loop"
+"""Of rollout servers: the first thread of their first process, and a part of that service."""
 _NO_LEARNING = 1e-30
 
 
 @dataclass(frozen=True)
 class Moment:
-    """`at`: Unix seconds. CPU seconds and resident bytes so far, by service."""
+    """`at`: Unix seconds. CPU seconds so far, by service and of the event loop; resident bytes by service."""
 
     at: float
     cpu_s: dict[str, float]
     memory: dict[str, int]
 
 
-# Only what is read here of `StepMetrics` and `Summary`: another commit's may lack the rest.
+# Only what is read here of `StepMetrics`: another commit's may lack the rest.
 class _Step(msgspec.Struct, frozen=True):
     step: int
     time: float
     first_opened_at: float
     tokens: int
     stream_ms: float
-
-
-class _Summary(msgspec.Struct, frozen=True):
-    http_ms_per_step: float
 
 
 async def run_mesh(arm: Checkout, folder: Path, *, model: Path | None, steps: int, seed: int) -> dict[str, float]:
@@ -84,8 +84,7 @@ async def run_mesh(arm: Checkout, folder: Path, *, model: Path | None, steps: in
             raise RollmeshError(f"the mesh of {arm.name} ended with {child.process.returncode}", child.tail())
     lines = (folder / "metrics.jsonl").read_bytes().splitlines()
     made = [msgspec.json.decode(line, type=_Step) for line in lines]
-    summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=_Summary)
-    return figures_of(moments, made, summary.http_ms_per_step)
+    return figures_of(moments, made)
 
 
 def look(child: Child) -> Moment:
@@ -99,7 +98,11 @@ def look(child: Child) -> Moment:
     for process in started:
         try:
             with process.oneshot():
-                name, times, held = name_of(process.cmdline()), process.cpu_times(), process.memory_info().rss
+                command, times, held = process.cmdline(), process.cpu_times(), process.memory_info().rss
+            name = name_of(command)
+            if name == SERVICES["rollout-server"] and ENGINE_PROCESS not in command:
+                loop_s = sum(each.user_time + each.system_time for each in process.threads() if each.id == process.pid)
+                cpu_s[EVENT_LOOP] = cpu_s.get(EVENT_LOOP, 0.0) + loop_s
         except psutil.NoSuchProcess:
             continue
         if name is not None:
@@ -119,7 +122,7 @@ def name_of(command: Sequence[str]) -> str | None:
     return SERVICES.get(after)
 
 
-def figures_of(moments: Sequence[Moment], steps: Sequence[_Step], http_ms: float) -> dict[str, float]:
+def figures_of(moments: Sequence[Moment], steps: Sequence[_Step]) -> dict[str, float]:
     """CPU milliseconds a step and at the start (`cpu_ms_per_step.…`, `start_cpu_s.…`), idle memory (`idle_mib.…`).
 
     Raises RollmeshError where there are too few steps to tell.
@@ -129,13 +132,17 @@ def figures_of(moments: Sequence[Moment], steps: Sequence[_Step], http_ms: float
     began, ended, count = steps[WARM - 1].time, steps[-1].time, len(steps) - WARM
     idle = max((moment for moment in moments if moment.at <= steps[0].first_opened_at), key=lambda each: each.at)
     figures: dict[str, float] = {}
-    for name in sorted(idle.cpu_s):
-        spent_s = cpu_at(moments, name, ended) - cpu_at(moments, name, began)
-        figures[f"cpu_ms_per_step.{name}"] = 1e3 * spent_s / count
-        figures[f"start_cpu_s.{name}"] = idle.cpu_s[name]
+
+    def step_ms_of(name: str) -> float:
+        return 1e3 * (cpu_at(moments, name, ended) - cpu_at(moments, name, began)) / count
+
+    for name in sorted(idle.memory):
+        figures[f"cpu_ms_per_step.{name}"] = step_ms_of(name)
+        if idle.cpu_s[name] >= LEAST_START_S:
+            figures[f"start_cpu_s.{name}"] = idle.cpu_s[name]
         figures[f"idle_mib.{name}"] = idle.memory[name] / (1 << 20)
     measured = steps[WARM:]
-    figures["http_cpu_ms_per_trajectory"] = http_ms / (GROUPS * GROUP_SIZE)
+    figures["http_cpu_ms_per_trajectory"] = step_ms_of(EVENT_LOOP) / (GROUPS * GROUP_SIZE)
     figures["stream_ms_per_trajectory"] = sum(each.stream_ms for each in measured) / (count * GROUPS * GROUP_SIZE)
     trained = sum(each.tokens for each in measured)
     figures["trainer_cpu_us_per_token"] = 1e3 * figures["cpu_ms_per_step.trainer"] * count / max(1, trained)

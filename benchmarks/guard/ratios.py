@@ -19,14 +19,14 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from benchmarks.harness.against import Ratio, compared, ratio_of, standard_error
+from benchmarks.harness.against import Ratio, compared, ratio_of
 
 ALLOWED = 1.10
 STEP, START = "cpu_ms_per_step.", "start_cpu_s."
 _OF_A_STEP = ("http_cpu_ms_per_trajectory", "stream_ms_per_trajectory", "trainer_cpu_us_per_token")
 NOT_JUDGED = ("step_ms",)
 _CHANCE = 3.0
-"""Standard errors: with two, one comparison in twenty took the machine for the commit."""
+"""Standard errors of the mean: with two, one comparison in twenty took the machine for the commit."""
 
 
 def ratios_of(here: Sequence[dict[str, float]], there: Sequence[dict[str, float]]) -> dict[str, Ratio]:
@@ -40,7 +40,7 @@ def ratios_of(here: Sequence[dict[str, float]], there: Sequence[dict[str, float]
             statistics.median(_ratio(ours[name], theirs[name]) for name in services)
             for ours, theirs in zip(here, there, strict=True)
         ]
-        level, error = statistics.median(common), standard_error(common)
+        level, error = statistics.fmean(common), statistics.stdev(common) / math.sqrt(len(common))
         if abs(level - 1.0) <= _CHANCE * error:
             level, error = 1.0, 0.0
         for name in [*services, *(name for name in more if name in found)]:

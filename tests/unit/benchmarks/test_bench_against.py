@@ -9,7 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.guard.mesh_run import ENGINE_PROCESS, Moment, cpu_at, name_of
+from benchmarks.guard.mesh_run import (
+    ENGINE_PROCESS,
+    EVENT_LOOP,
+    GROUP_SIZE,
+    GROUPS,
+    WARM,
+    Moment,
+    _Step,
+    cpu_at,
+    figures_of,
+    name_of,
+)
 from benchmarks.guard.ratios import ALLOWED, START, STEP, ratios_of, worse_of
 from benchmarks.harness.against import compared, in_turns, numbers, ratio_of, read_wish
 from benchmarks.harness.revision import Checkout, checkout, compiled
@@ -140,6 +151,26 @@ def test_what_a_commit_changes_for_all_is_not_taken_for_the_machines_speed(by: f
 def test_what_a_service_took_is_read_between_two_looks() -> None:
     moments = [Moment(at, {"trainer": cpu}, {}) for at, cpu in ((10.0, 1.0), (11.0, 3.0), (12.0, 3.0))]
     assert [cpu_at(moments, "trainer", at) for at in (9.0, 10.0, 10.5, 11.5, 20.0)] == [1.0, 1.0, 2.0, 3.0, 3.0]
+
+
+def test_figures_are_of_the_steps_after_the_warm_ones() -> None:
+    steps = [_Step(step, 100.0 + step, 100.0, tokens=1000, stream_ms=6.4) for step in range(WARM + 11)]
+    memory = {"trainer": 1 << 20, "redis": 2 << 20}
+
+    def moment(at: float, trainer: float, redis: float, loop: float) -> Moment:
+        return Moment(at, {"trainer": trainer, "redis": redis, EVENT_LOOP: loop}, memory)
+
+    began, ended = 100.0 + WARM - 1, 100.0 + WARM + 10
+    figures = figures_of(
+        [moment(99.0, 5.0, 0.02, 1.0), moment(began, 6.0, 0.1, 2.0), moment(ended, 7.1, 0.21, 4.2)], steps
+    )
+    assert figures["cpu_ms_per_step.trainer"] == pytest.approx(100.0)
+    assert figures["trainer_cpu_us_per_token"] == pytest.approx(100.0)
+    assert figures["http_cpu_ms_per_trajectory"] == pytest.approx(200.0 / (GROUPS * GROUP_SIZE))
+    assert figures["stream_ms_per_trajectory"] == pytest.approx(6.4 / (GROUPS * GROUP_SIZE))
+    assert figures["step_ms"] == pytest.approx(1000.0)
+    assert (figures["start_cpu_s.trainer"], figures["idle_mib.redis"]) == (5.0, 2.0)
+    assert "start_cpu_s.redis" not in figures, "two hundredths of a second say nothing"
 
 
 @pytest.mark.parametrize(
