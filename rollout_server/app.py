@@ -11,6 +11,7 @@ from redis.exceptions import RedisError
 from rollout_server.api.bus_weight_updates import ServedWeights
 from rollout_server.api.engine_admin import admin_routes, engine_routes
 from rollout_server.api.groups import group_routes, report_routes, runner_routes
+from rollout_server.api.joined_calls import joined_routes
 from rollout_server.api.openai import completion_routes, model_routes
 from rollout_server.api.prompt_size import PromptSize
 from rollout_server.api.sessions import session_routes
@@ -120,6 +121,7 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
     for router in routers:
         # `include_router` would make each route a second time, which takes as long as the first.
         app.router.routes.extend(router.routes)
+    app.router.routes.extend(joined_routes(access, app.router.routes, app.exception_handlers).routes)
     index_routes(app)
     return app
 

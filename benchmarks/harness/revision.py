@@ -56,7 +56,9 @@ def checkout(revision: str, say: Callable[[str], None]) -> Checkout:
         say(f"taking the files of {commit} into {folder.relative_to(ROOT)}")
         packed = _git("archive", "--format=tar", commit)
         with tarfile.open(fileobj=io.BytesIO(packed)) as files:
-            files.extractall(folder, filter="data")
+            # Python 3.11.4 has it, and later ones warn without it.
+            files.extraction_filter = getattr(tarfile, "data_filter", None)
+            files.extractall(folder)
     if _needs(folder) == _needs(ROOT):
         return compiled(Checkout(commit, folder, Path(sys.executable)))
     say(f"{commit} needs other packages: making its environment")

@@ -31,7 +31,10 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[AnswerT]):
-    """`path` is encoded and starts with a slash; `payload` is JSON, None for a call without a body."""
+    """`path` is encoded and starts with a slash; `payload` is JSON, None for a call without a body.
+
+    `joins`: it may be sent in one request with others (`services.wire.joined_calls`).
+    """
 
     method: str
     path: str
@@ -39,6 +42,7 @@ class Call(Generic[AnswerT]):
     answer: Callable[[bytes], AnswerT]
     timeout_s: float = CALL_TIMEOUT_S
     name: str | None = None
+    joins: bool = False
 
     @property
     def headers(self) -> dict[str, str]:
@@ -55,7 +59,8 @@ class Call(Generic[AnswerT]):
 
 def open_group(body: rollout_api.OpenGroup, name: str | None = None) -> Call[rollout_api.GroupOpened]:
     timeout_s, name = body.wait_s + CALL_TIMEOUT_S, name or new_call_name()
-    return Call("POST", "/groups", _json(body), rollout_api.GroupOpened.model_validate_json, timeout_s, name)
+    answer = rollout_api.GroupOpened.model_validate_json
+    return Call("POST", "/groups", _json(body), answer, timeout_s, name, joins=True)
 
 
 def take_turns(
@@ -67,7 +72,7 @@ def take_turns(
 
 def finish_group(group_id: str, body: rollout_api.FinishGroup) -> Call[rollout_api.GroupFinished]:
     path = f"{_group(group_id)}/finish"
-    return Call("POST", path, _json(body), rollout_api.GroupFinished.model_validate_json)
+    return Call("POST", path, _json(body), rollout_api.GroupFinished.model_validate_json, joins=True)
 
 
 def group_state(group_id: str) -> Call[session_api.GroupState]:

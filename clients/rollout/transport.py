@@ -10,7 +10,8 @@ Retry-After) and 503. Whatever the number of attempts, the call takes effect onc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import aiohttp
@@ -18,12 +19,14 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 from yarl import URL
 
 from clients.rollout.calls import AnswerT, Call, new_call_name
+from clients.rollout.joined_calls import CallJoiner, NotJoinedError
 from services.observability.tracing import NO_TRACING, Tracing
 from services.security.connections import kept_connections
 from services.security.tls import PUBLIC, Trust, Verify
 from services.wire.error_answer import typed_error
 from services.wire.errors import CapacityError, NotReadyError, RollmeshError
 from services.wire.gateway_api import CALL_HEADER
+from services.wire.joined_calls import PATH, JoinedAnswer
 
 # Servers close connections that were idle for 5 s. The client must close first, or a call may hit a closing one.
 _KEEP_ALIVE_S = 3.0
@@ -32,6 +35,7 @@ OUTAGE_S = 60.0
 rollout server when it has loaded its model; both answer the same call as if nothing had happened."""
 _UNSAID = ("Accept", "Accept-Encoding", "User-Agent")
 """Headers that no service of the mesh reads; answers are taken as they are, never compressed."""
+_NOT_KNOWN = (404, 405)
 HttpSession = aiohttp.ClientSession
 
 
@@ -61,6 +65,8 @@ class Transport:
         self._tracing = tracing
         self._more_errors = more_errors
         self._session: aiohttp.ClientSession | None = None
+        # Each call of a trace says where in it it belongs.
+        self._joiner = CallJoiner(self._post, self._send, self._refused, self._broken, off=tracing.on)
 
     async def __aenter__(self) -> Transport:
         connector = kept_connections(self.trust.verify, _KEEP_ALIVE_S)
@@ -74,6 +80,7 @@ class Transport:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self._joiner.close()
         if self._session is not None:
             await self._session.close()
 
@@ -84,7 +91,7 @@ class Transport:
         """
         try:
             # The common case: tenacity's retry loop would cost half as much again as the call.
-            content = await self._send(call)
+            content = await self._joiner.send(call)
         except RollmeshError as error:
             patience_s = self._patience_s if patience_s is None else patience_s
             pause_s = first_pause_s(error)
@@ -105,31 +112,62 @@ class Transport:
         return content
 
     async def _send(self, call: Call[AnswerT]) -> bytes:
-        if self._session is None:
-            raise RuntimeError("use the client as an async context manager: async with …Client(url) as client")
-        url = URL(f"{self.url}{call.path}", encoded=True)
-        try:
-            async with self._session.request(
+        """One call, alone."""
+        with self._failures(call.timeout_s):
+            async with self._open.request(
                 call.method,
-                url,
+                URL(f"{self.url}{call.path}", encoded=True),
                 headers=call.headers | self._tracing.headers(),
                 data=call.payload,
                 timeout=aiohttp.ClientTimeout(total=call.timeout_s),
             ) as response:
                 content = await response.read()
+        if response.status < 400:
+            return content
+        raise self._error(call, response.status, response.headers.get("Retry-After"), content)
+
+    @asynccontextmanager
+    async def _post(self, body: bytes, timeout_s: float) -> AsyncIterator[AsyncIterator[bytes]]:
+        """`clients.rollout.joined_calls.Post`."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        with self._failures(timeout_s):
+            async with self._open.post(f"{self.url}{PATH}", data=body, timeout=timeout) as response:
+                if response.status in _NOT_KNOWN:
+                    raise NotJoinedError(f"{self.url} has no {PATH}")
+                if response.status >= 400:
+                    content, retry_after = await response.read(), response.headers.get("Retry-After")
+                    what = f"POST {self.url}{PATH}"
+                    raise typed_error(what, response.status, retry_after, content, self._more_errors)
+                yield response.content.iter_any()
+
+    @property
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("use the client as an async context manager: async with …Client(url) as client")
+        return self._session
+
+    @contextmanager
+    def _failures(self, timeout_s: float) -> Iterator[None]:
+        """Raises UntrustedError and ServerUnreachableError for what aiohttp raises."""
+        try:
+            yield
         except aiohttp.ClientConnectorError as error:
             if (refused := self.trust.refusal(self.url, error)) is not None:
                 raise refused from error
             raise ServerUnreachableError(self.url, str(error.os_error.strerror), sent=False) from error
         except aiohttp.ClientError as error:
-            raise ServerUnreachableError(self.url, str(error) or type(error).__name__, sent=True) from error
+            raise self._broken(str(error) or type(error).__name__) from error
         except TimeoutError as error:
-            raise ServerUnreachableError(self.url, f"no answer in {call.timeout_s:g} s", sent=True) from error
-        if response.status < 400:
-            return content
-        raise typed_error(
-            f"{call.method} {url}", response.status, response.headers.get("Retry-After"), content, self._more_errors
-        )
+            raise self._broken(f"no answer in {timeout_s:g} s") from error
+
+    def _broken(self, why: str) -> ServerUnreachableError:
+        return ServerUnreachableError(self.url, why, sent=True)
+
+    def _refused(self, call: Call[Any], answer: JoinedAnswer) -> RollmeshError:
+        return self._error(call, answer.status, answer.retry_after, bytes(answer.body))
+
+    def _error(self, call: Call[Any], status: int, retry_after: str | None, content: bytes) -> RollmeshError:
+        return typed_error(f"{call.method} {self.url}{call.path}", status, retry_after, content, self._more_errors)
 
 
 def open_session(verify: Verify) -> HttpSession:

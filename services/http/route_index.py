@@ -112,15 +112,20 @@ class DirectCalls:
         indexed, parts = found
         scope["route"] = indexed.route
         scope["path_params"] = {name: parts[place] for place, name in indexed.parameters}
-        request = Request(scope, receive, send)
-        try:
-            response = await found[0].direct.respond(request)
-        except Exception as error:
-            handler = next((self._handlers[kind] for kind in type(error).__mro__ if kind in self._handlers), None)
-            if handler is None:
-                raise
-            response = await handler(request, error)
+        response = await respond(found[0].direct, Request(scope, receive, send), self._handlers)
         await response(scope, receive, send)
+
+
+async def respond(route: Direct, request: Request, handlers: Mapping[Any, Any]) -> Response:
+    """The route's response, or that of the handler of its error. Raises what no handler takes."""
+    try:
+        return await route.respond(request)
+    except Exception as error:
+        handler = next((handlers[kind] for kind in type(error).__mro__ if kind in handlers), None)
+        if handler is None:
+            raise
+        response: Response = await handler(request, error)
+        return response
 
 
 def _named(parts: Sequence[str], places: Sequence[int]) -> str:

@@ -70,6 +70,7 @@ ROLLOUT: Scopes = PROBES | {
     "POST /groups": AGENT,
     "POST /groups/{group_id}/turns": AGENT,
     "POST /groups/{group_id}/finish": AGENT,
+    "POST /calls": AGENT,
     "GET /groups/{group_id}": AGENT,
     "POST /runners": AGENT,
     "POST /runners/heartbeat": AGENT,
@@ -137,6 +138,7 @@ BODIES: dict[str, Any] = {
     "/groups": {"task": "t", "group_size": 2, "sampling": {"max_tokens": 4}, "wait_s": 0.0},
     "/groups/{group_id}/turns": {"turns": [{"session_id": "s", "text": "t"}]},
     "/groups/{group_id}/finish": {"rewards": []},
+    "/calls": {"calls": [{"path": "/groups/g/finish", "body": {"rewards": []}}]},
     **{f"/runners{verb}": {"name": "r", "incarnation": "0000aaaa"} for verb in ("", "/heartbeat", "/leave")},
     "/evaluations": {
         **dict.fromkeys(("due", "first_version", "last_version"), 1),

@@ -1,0 +1,39 @@
+"""Several calls of one client in one request, `POST /calls`: what is sent, and the lines that are answered.
+
+    {"calls": [{"path": "/groups", "name": "…", "body": {…}}, …]}   ──►   {"number": 1, "status": 200, "body": {…}}
+                                                                          {"number": 0, "status": 201, "body": {…}}
+
+Each is carried out as if it had been sent alone, by `POST`; its line is sent when it is answered, whatever the others do.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+PATH = "/calls"
+MOST_CALLS = 64
+"""In one request."""
+LINES = "application/x-ndjson"
+
+
+class JoinedCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`path`: encoded. `body`: JSON. `name`: what `services.wire.gateway_api.CALL_HEADER` would say, "" for nothing."""
+
+    path: str
+    body: msgspec.Raw
+    name: str = ""
+
+
+class JoinedCalls(msgspec.Struct, frozen=True):
+    calls: Annotated[list[JoinedCall], msgspec.Meta(min_length=1, max_length=MOST_CALLS)]
+
+
+class JoinedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The answer to call `number`, counted from 0. `body`: JSON. `retry_after`: that header of an error."""
+
+    number: int
+    status: int
+    body: msgspec.Raw
+    retry_after: str | None = None

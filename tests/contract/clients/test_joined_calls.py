@@ -1,0 +1,160 @@
+"""Calls that a client makes at once go in one request; each is answered as if it had been sent alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from clients.rollout.client import RolloutClient
+from services.wire.errors import CapacityError, NotFoundError, UsageError
+from services.wire.joined_calls import MOST_CALLS, PATH, JoinedAnswer
+from services.wire.rollout_api import FinishGroup, GroupOpened, OpenGroup, SamplingBody, SessionReward, TakeTurns, Turn
+from tests.contract.clients.test_client_calls import an_error, standing_in
+from tests.support.flaky_proxy import Failure, FlakyProxy, flaky_proxy
+from tests.support.rollout_host import Host, hosting, small_batch
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.until import until
+
+OPENING = OpenGroup(task="sums", group_size=2, sampling=SamplingBody(max_tokens=4), wait_s=0.0)
+BATCH = 6
+
+
+@pytest.fixture
+async def host(redis_url: str, run_id: str, tiny_policy: Path) -> AsyncIterator[Host]:
+    engine, terms = ScriptedEngine(answer_length=2), small_batch(k=0, batch=BATCH)
+    async with hosting(engine, redis_url=redis_url, run_id=run_id, model=tiny_policy, settings=terms) as host:
+        yield host
+
+
+@asynccontextmanager
+async def through(host: Host, *failures: Failure) -> AsyncIterator[tuple[RolloutClient, FlakyProxy]]:
+    """A client, and how many connections it takes: a call alone has one of its own while it lasts."""
+    async with flaky_proxy(host.url) as proxy, RolloutClient(proxy.url, patience_s=5.0) as client:
+        proxy.fail(*failures)
+        yield client, proxy
+
+
+async def opened(client: RolloutClient, count: int) -> list[GroupOpened]:
+    return await asyncio.gather(*(client.open_group(OPENING) for _ in range(count)))
+
+
+async def played(client: RolloutClient, groups: Sequence[GroupOpened]) -> list[FinishGroup]:
+    """A turn in each session, and the rewards."""
+    for group in groups:
+        turns = [Turn(session_id=name, text="12=") for name in group.session_ids]
+        await client.take_turns(group.group_id, TakeTurns(turns=turns))
+    return [
+        FinishGroup(rewards=[SessionReward(session_id=name, reward=1.0) for name in group.session_ids])
+        for group in groups
+    ]
+
+
+async def test_groups_are_opened_and_finished_in_one_request_each_with_its_own_end(host: Host) -> None:
+    async with through(host) as (client, proxy):
+        groups = await opened(client, 4)
+        assert sorted(group.ordinal for group in groups) == [0, 1, 2, 3]
+        rewards = await played(client, groups)
+        ends = await asyncio.gather(
+            client.finish_group(groups[0].group_id, rewards[0]),
+            client.finish_group("g-unknown", rewards[1]),
+            client.finish_group(groups[1].group_id, rewards[2]),
+            client.finish_group(groups[2].group_id, rewards[2]),
+            client.finish_group(groups[3].group_id, rewards[3]),
+            return_exceptions=True,
+        )
+        assert proxy.connections == 1, "no call was sent beside another"
+    assert [type(end) for end in (ends[1], ends[2])] == [NotFoundError, UsageError]
+    finished = [end.stream_ids for end in (ends[0], ends[3], ends[4]) if not isinstance(end, BaseException)]
+    named = [list(groups[place].session_ids) for place in (0, 2, 3)]
+    assert [sorted(ids) for ids in finished] == [sorted(names) for names in named]
+    assert {each.trajectory_id for each in await host.published()} == {name for names in named for name in names}
+
+
+async def test_an_answer_does_not_wait_for_the_others(host: Host) -> None:
+    async with RolloutClient(host.url) as client:
+        waits = OPENING.model_copy(update={"wait_s": 20.0})
+        calls = [asyncio.create_task(client.open_group(waits)) for _ in range(BATCH + 2)]
+        await until(lambda: sum(call.done() for call in calls) == BATCH)
+        last = [call for call in calls if not call.done()]
+        last[0].cancel()
+        await asyncio.sleep(0)
+        assert not last[1].done(), "a call that is taken back takes no other with it"
+        last[1].cancel()
+        await asyncio.gather(*last, return_exceptions=True)
+
+        async def nobody_waits() -> bool:
+            report = await host.report()
+            return (report["admission_waiting"], report["open_groups"]) == (0, BATCH)
+
+        await until(nobody_waits)
+
+
+async def test_what_is_refused_is_refused_by_its_own_error(host: Host) -> None:
+    async with RolloutClient(host.url, patience_s=0.0) as client:
+        ends = await asyncio.gather(*(client.open_group(OPENING) for _ in range(BATCH + 1)), return_exceptions=True)
+    refused = [end for end in ends if isinstance(end, BaseException)]
+    assert [type(end) for end in refused] == [CapacityError]
+    assert isinstance(refused[0], CapacityError) and refused[0].retry_after_s > 0
+
+
+@pytest.mark.parametrize("failure", ["drop", "lose", "half"])
+async def test_calls_whose_request_breaks_are_sent_again_and_take_effect_once(host: Host, failure: Failure) -> None:
+    async with through(host, failure) as (client, _):
+        groups = await opened(client, 3)
+        assert len({group.group_id for group in groups}) == 3
+
+        async def only_they_are_open() -> bool:
+            return set(await host.ledger.open_groups()) == {group.group_id for group in groups}
+
+        await until(only_they_are_open)
+
+
+async def test_more_than_fit_go_in_several_requests(redis_url: str, run_id: str, tiny_policy: Path) -> None:
+    count = MOST_CALLS + 2
+    engine, terms = ScriptedEngine(answer_length=2), small_batch(k=0, batch=count)
+    async with hosting(engine, redis_url=redis_url, run_id=run_id, model=tiny_policy, settings=terms) as host:
+        async with through(host) as (client, proxy):
+            assert len({group.group_id for group in await opened(client, count)}) == count
+            assert proxy.connections == 2
+
+
+async def test_a_service_that_knows_no_joined_calls_gets_each_alone() -> None:
+    group: dict[str, Any] = {"group_id": "g", "ordinal": 0, "session_ids": ["s"], "api_keys": ["k"]}
+    async with standing_in() as service, RolloutClient(service.url) as client:
+        service.will_answer((201, group | {"policy_version": 0}))
+        await client.open_group(OPENING)
+        assert [each.path for each in service.said] == ["/groups"], "a single call"
+        service.will_answer((404, an_error("not_found")), (201, group | {"policy_version": 0}))
+        await opened(client, 2)
+        await opened(client, 2)
+        assert [each.path for each in service.said] == [PATH, *["/groups"] * 4], "it is asked once"
+
+
+@pytest.mark.parametrize(
+    ("calls", "status"),
+    [
+        ([{"path": "/admin/drain", "body": {}}], 404),
+        ([{"path": "/groups/../admin/drain", "body": {}}], 404),
+        ([{"path": "/groups/g/turns", "body": {}}], 404),
+        ([{"path": "/groups", "body": {"task": 3}}], 422),
+        ([{"path": "/groups", "body": {}, "name": "short"}], 422),
+    ],
+)
+async def test_other_calls_are_not_taken(host: Host, calls: list[dict[str, Any]], status: int) -> None:
+    answer = await host.http.post(PATH, json={"calls": calls})
+    lines = [msgspec.json.decode(line, type=JoinedAnswer) for line in answer.content.splitlines()]
+    assert (answer.status_code, [(line.number, line.status) for line in lines]) == (200, [(0, status)])
+
+
+@pytest.mark.parametrize("count", [0, MOST_CALLS + 1])
+async def test_a_request_holds_a_number_of_calls_that_is_bounded(host: Host, count: int) -> None:
+    answer = await host.http.post(PATH, json={"calls": [{"path": "/groups", "body": {}}] * count})
+    assert answer.status_code == 422
+    plain = await host.http.post(PATH, content=b'{"calls": []}', headers={"content-type": "text/plain"})
+    assert plain.status_code == 422
