@@ -5,8 +5,8 @@
     call ─┘    └── a single one ─► sent alone    └── the request breaks ─► each that has none fails, and may be sent again
 
 A runner finishes and opens groups by the dozen when a batch is decoded or admission opens; a request of its own for each
-took a fifth of its CPU. A call that nobody waits for any more is answered into the void; the request is broken off when
-nobody waits for any of its calls.
+took a seventh of its CPU. The request is broken off when nobody waits for any of its calls. One that nobody waits for among
+others is carried out: a group that is opened so ends with its runner's lease, or its idle time.
 """
 
 from __future__ import annotations
