@@ -28,7 +28,7 @@ from services.wire.gateway_api import CALL_HEADER
 from services.wire.joined_calls import LINES, PATH, JoinedAnswer, JoinedCall, JoinedCalls
 
 JOINED = ("/groups", "/groups/{group_id}/finish")
-"""Templates of the paths that may be called so: calls that end soon, or that nobody takes back alone."""
+"""Paths that may be called so. Not turns: who gives one up closes its connection, and that ends its generation."""
 _NAME = CALL_HEADER.encode()
 _OF_THE_REQUEST = (b"content-length", _NAME)
 _calls = msgspec.json.Decoder(JoinedCalls)

@@ -1,6 +1,6 @@
 """Which of the Pythons on the PATH an environment is made of: the first one, unless another is clearly faster.
 
-    python tests/support/choose_python.py        `./dev` does this, and prints what it takes
+    python tests/support/choose_python.py FIRST        `./dev` does this, with the first one's path
 
 A Python that was compiled without profile-guided optimisation (pyenv's, unless told otherwise) takes a sixth more CPU for
 all that a mesh does outside of torch; what a build was made with is not always written down in it, so they are timed.
