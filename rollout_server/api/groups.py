@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from rollout_server.api.request_names import call_name, name_version
 from rollout_server.api.streaming import ClientGoneError, while_connected
-from rollout_server.api.typed_route import ERRORS, Ready, TypedRoute, answer, checked
+from rollout_server.api.typed_route import ERRORS, Ready, TypedRoute, checked
 from rollout_server.completions.resumable import Progress
 from rollout_server.completions.turns import TurnTaker, delivered
 from rollout_server.engines.base import Engine
@@ -22,6 +22,7 @@ from rollout_server.lifecycle.runners import RunnerWatch
 from rollout_server.lifecycle.takeover import Takeover
 from rollout_server.sessions.access import Access
 from rollout_server.sessions.group import GroupRegistry
+from services.http.typed_route import answer
 from services.policies.training.deadlines import answered_within
 from services.run_store.ledger import Ledger
 from services.run_store.status import EvaluationStore

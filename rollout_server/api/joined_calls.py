@@ -19,10 +19,11 @@ from fastapi import APIRouter, Request, Response
 from starlette.types import Message, Scope
 
 from rollout_server.api.streaming import EventStream
-from rollout_server.api.typed_route import ERRORS, Ready, TypedRoute, schema_of
+from rollout_server.api.typed_route import ERRORS, Ready, TypedRoute
 from rollout_server.sessions.access import Access
 from services.http.app import error_answer
 from services.http.route_index import respond
+from services.http.typed_route import schema_of
 from services.wire.errors import UNDECODABLE, NotFoundError, RollmeshError, UsageError
 from services.wire.gateway_api import CALL_HEADER
 from services.wire.joined_calls import LINES, PATH, JoinedAnswer, JoinedCall, JoinedCalls

@@ -1,143 +1,28 @@
-"""A FastAPI route for the busy paths: the body goes from bytes to its model in one step, the answer is sent as it is.
-
-FastAPI's own handler parses JSON in Python, solves a dependency graph and validates the answer again, which costs more
-than everything else in a call here. Paths, bodies and answers are still declared, so the OpenAPI document is whole.
-Endpoints take any of: path parameters (strings), one body model, `Request`; they return a `Response`. The body's bytes are
-in `request.state.body`, which an endpoint may delete.
-"""
+"""What the routes of a rollout server share: the parts that they call, the errors that they declare, names in the log."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from typing import Any, TypeVar
-
-import msgspec
-from fastapi import Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect
-from starlette.routing import request_response
-from starlette.types import Receive
+from collections.abc import Callable
+from typing import TypeVar
 
 from rollout_server.api.request_names import name_call
-from services.host.process import give_memory_back
+from services.http import typed_route
 from services.http.app import declared_errors
 
-_LARGE = 1 << 20
 T = TypeVar("T")
 Ready = Callable[[], T]
 """Gives a route one part of the server. Raises NotReadyError before the engine is up."""
 
 
-def answer(body: BaseModel, status_code: int = 200) -> Response:
-    """The JSON answer of a `TypedRoute`."""
-    return Response(body.model_dump_json(), status_code=status_code, media_type="application/json")
+class TypedRoute(typed_route.TypedRoute):
+    """`services.http.typed_route`, with the session or group of a call in the log."""
 
-
-def any_body(_: bytes) -> None:
-    """Takes every body."""
-
-
-class TypedRoute(APIRoute):
-    """See the module's docstring. Raises RequestValidationError as FastAPI's route does."""
-
-    check_body: Callable[[bytes], None] = staticmethod(any_body)
-    """Called before a body is parsed; what it raises is answered."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        endpoint, self._request_name = self.dependant.call, self.dependant.request_param_name
-        assert endpoint is not None
-        self._answers: Callable[..., Awaitable[Response]] = endpoint
-        if self.dependant.query_params or self.dependant.dependencies or len(self.dependant.body_params) > 1:
-            raise TypeError(f"{self.path}: a TypedRoute takes path parameters, one body and the request only")
-        self._body_name, self._model = "", None
-        for field in self.dependant.body_params:
-            self._body_name, self._model = field.name, _model(field.field_info.annotation)
-        # FastAPI's own wraps each call in two exit stacks, for dependencies; there are none.
-        self.app = request_response(self.respond)
-
-    async def respond(self, request: Request) -> Response:
-        """`services.http.route_index.Direct`."""
-        arguments: dict[str, Any] = dict(request.path_params)
-        name_call(arguments)
-        if self._request_name is not None:
-            arguments[self._request_name] = request
-        if self._model is not None:
-            # Not by `request.body()`, which keeps it for as long as the call lasts: hours, for a generation.
-            request.state.body = body = await _read(request.receive)
-            self.check_body(body)
-            arguments[self._body_name] = _parse(self._model, request.headers.get("content-type", ""), body)
-            if len(body) > _LARGE:
-                # What reading it took, before as much is taken to answer it.
-                await asyncio.to_thread(give_memory_back)
-            del body
-        return await self._answers(**arguments)
-
-
-async def _read(receive: Receive) -> bytes:
-    """The body. Raises ClientDisconnect where the caller goes away before its end."""
-    pieces, more = list[bytes](), True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect()
-        pieces.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    name_call = staticmethod(name_call)
 
 
 def checked(check_body: Callable[[bytes], None]) -> type[TypedRoute]:
     """A `TypedRoute` whose bodies are looked at before they are parsed."""
     return type("CheckedRoute", (TypedRoute,), {"check_body": staticmethod(check_body)})
-
-
-def _model(annotation: Any) -> type[BaseModel]:
-    if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-        raise TypeError(f"the body of a TypedRoute is a pydantic model, not {annotation}")
-    return annotation
-
-
-def _parse(model: type[BaseModel], content_type: str, payload: bytes) -> BaseModel:
-    # Any other type can be sent by a web page without asking: it must not reach a service on loopback.
-    if not content_type.startswith("application/json"):
-        raise RequestValidationError([{"loc": ("header", "content-type"), "msg": "must be application/json"}])
-    if len(payload) > _LARGE:
-        # Pydantic's own parser makes three copies of a long text on its way. What is wrong it says better.
-        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValidationError):
-            return model.model_validate(msgspec.json.decode(payload))
-    try:
-        return model.model_validate_json(payload)
-    except ValidationError as error:
-        raise RequestValidationError(
-            [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
-        ) from error
-
-
-_REFERENCE = "#/structs/"
-
-
-def schema_of(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """OpenAPI schema of a msgspec struct, the structs in it written out in place (FastAPI knows only pydantic's models).
-
-    Not for recursive ones.
-    """
-    (schema,), parts = msgspec.json.schema_components([struct], ref_template=_REFERENCE + "{name}")
-
-    def resolve(node: Any) -> Any:
-        if isinstance(node, list):
-            return [resolve(each) for each in node]
-        if not isinstance(node, dict):
-            return node
-        if "$ref" in node:
-            return resolve(parts[str(node["$ref"]).removeprefix(_REFERENCE)])
-        return {key: resolve(value) for key, value in node.items()}
-
-    resolved: dict[str, Any] = resolve(schema)
-    return resolved
 
 
 _MEANINGS = {

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from fastapi import APIRouter, Request
+import msgspec
+from fastapi import APIRouter, Request, Response
 
+from services.http.typed_route import TypedRoute
 from services.wire.weights_api import CommitAnswer, CommitCall, DigestAnswer, RollbackCall, StageAnswer
 
 _MANIFEST_BODY = {"requestBody": {"required": True, "content": {"application/msgpack": {"schema": {"type": "string"}}}}}
@@ -29,27 +31,40 @@ class UpdatedEngine(Protocol):
 def weight_routes(
     engine: UpdatedEngine, responses: dict[int | str, dict[str, Any]] | None = None, dependencies: Sequence[Any] = ()
 ) -> APIRouter:
-    """400 for bytes that are no manifest, 409 for a version that cannot be staged; `responses` documents them."""
-    router = APIRouter(prefix="/weights", tags=["weights"], responses=responses, dependencies=list(dependencies))
+    """400 for bytes that are no manifest, 409 for a version that cannot be staged; `responses` documents them.
 
-    @router.post("/stage", openapi_extra=_MANIFEST_BODY)
-    async def stage(request: Request) -> StageAnswer:
+    `dependencies`: as a TypedRoute takes them. A small model's update waits for little else than these calls.
+    """
+    router = APIRouter(
+        prefix="/weights",
+        tags=["weights"],
+        responses=responses,
+        dependencies=list(dependencies),
+        route_class=TypedRoute,
+    )
+
+    @router.post("/stage", response_model=StageAnswer, openapi_extra=_MANIFEST_BODY)
+    async def stage(request: Request) -> Response:
         """Pull a manifest's buckets into shadow memory (body: encoded `weight_bus.manifest.manifest.Manifest`)."""
-        return await engine.stage(await request.body())
+        return _json(await engine.stage(await request.body()))
 
-    @router.post("/commit")
-    async def commit(call: CommitCall) -> CommitAnswer:
+    @router.post("/commit", response_model=CommitAnswer)
+    async def commit(call: CommitCall) -> Response:
         """Serve the staged version from the next decode step on."""
-        return await engine.commit(call.version)
+        return _json(await engine.commit(call.version))
 
-    @router.post("/rollback")
-    async def rollback(call: RollbackCall) -> CommitAnswer:
+    @router.post("/rollback", response_model=CommitAnswer)
+    async def rollback(call: RollbackCall) -> Response:
         """Serve the version before the last commit again; it is kept until the next stage begins to write."""
-        return await engine.rollback(call.version)
+        return _json(await engine.rollback(call.version))
 
-    @router.get("/digest")
-    async def digest() -> DigestAnswer:
+    @router.get("/digest", response_model=DigestAnswer)
+    async def digest() -> Response:
         """Digest of the bytes that are really served."""
-        return await engine.digest()
+        return _json(await engine.digest())
 
     return router
+
+
+def _json(answer: StageAnswer | CommitAnswer | DigestAnswer) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")

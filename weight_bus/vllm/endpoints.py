@@ -23,10 +23,10 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import structlog
-from fastapi import Depends, FastAPI, Header, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 
 from services.config.model_folder import weight_file_bytes
 from services.http.app import error_answer
@@ -199,9 +199,9 @@ class PlainEngine:
             ranks=attached.ranks,
         )
 
-    async def admit(self, authorization: Annotated[str | None, Header()] = None) -> None:
+    async def admit(self, request: Request) -> None:
         """FastAPI dependency of the routes: with keys each call needs scope `service` (`Authorizer.require`)."""
-        self._authorizer.require(authorization, "service")
+        self._authorizer.require(request.headers.get("authorization"), "service")
 
     async def stage(self, manifest: bytes) -> StageAnswer:
         self.staged_version = None

@@ -1,0 +1,83 @@
+"""`services.http.typed_route`: dependencies are asked before a body is read; what cannot be asked is refused when made."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Query, Request, Response
+from fastapi.security import HTTPBearer
+from pydantic import BaseModel
+
+from services.http.route_index import index_routes
+from services.http.typed_route import TypedRoute, answer
+
+
+class Number(BaseModel):
+    number: int
+
+
+async def needs_word(request: Request) -> None:
+    if request.headers.get("x-word") != "sesame":
+        raise HTTPException(403, "no")
+
+
+def an_app(*, indexed: bool) -> FastAPI:
+    app, router = (
+        FastAPI(),
+        APIRouter(
+            prefix="/n",
+            route_class=TypedRoute,
+            dependencies=[Depends(needs_word), Depends(HTTPBearer(auto_error=False))],
+        ),
+    )
+
+    @router.post("/double", response_model=Number)
+    async def double(call: Number) -> Response:
+        return answer(Number(number=2 * call.number))
+
+    app.router.routes.extend(router.routes)
+    if indexed:
+        index_routes(app)
+    return app
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+async def test_a_dependency_is_asked_before_the_body_is_looked_at(indexed: bool) -> None:
+    app = an_app(indexed=indexed)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+        word = {"x-word": "sesame"}
+        assert (await client.post("/n/double", json={"number": 4}, headers=word)).json() == {"number": 8}
+        assert (await client.post("/n/double", json={"number": 4})).status_code == 403
+        assert (await client.post("/n/double", content=b"junk")).status_code == 403
+        assert (await client.post("/n/double", json={"number": "x"}, headers=word)).status_code == 422
+    described = app.openapi()["paths"]["/n/double"]["post"]
+    assert described["security"] == [{"HTTPBearer": []}], "it still says how a key is shown"
+    assert described["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].endswith("/Number")
+
+
+def by_header(word: str = Header()) -> None:
+    del word
+
+
+def by_query(word: str = Query()) -> None:
+    del word
+
+
+async def by_nothing() -> None:
+    return
+
+
+@pytest.mark.parametrize(
+    "dependency",
+    [by_header, by_query, by_nothing, HTTPBearer(), lambda request: None],
+    ids=["header", "query", "nothing", "refusing scheme", "no coroutine"],
+)
+def test_what_would_not_be_asked_is_refused(dependency: object) -> None:
+    router = APIRouter(route_class=TypedRoute, dependencies=[Depends(dependency)])  # type: ignore[arg-type]
+
+    async def endpoint() -> Response:
+        return Response()
+
+    with pytest.raises(TypeError, match="dependencies are coroutine functions of the request"):
+        router.get("/x")(endpoint)
