@@ -11,8 +11,9 @@ one piece: what follows a call can still turn it into reasoning. Where calls are
 ends at their opening, of which no beginning is shown. Where a family's grammar is of another kind
 (`AnswerGrammar.incremental` is False), all of the answer comes at the end.
 
-What a stream does depends on the tokens alone, not on how they were cut into pieces, so whole answers are made with it too.
-Where a grammar would take back what has been shown, what has been shown stays. A token costs about 2 µs.
+What a stream does depends on the tokens alone, not on how they were cut into pieces, so whole answers are made with it too:
+of those without anything but text the grammar reads all tokens once, which says the same. Where a grammar would take back
+what has been shown, what has been shown stays. A token costs about 2 µs.
 """
 
 from __future__ import annotations
@@ -60,6 +61,10 @@ class AnswerDelta:
 
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning_content or self.tool_calls)
+
+
+_NOTHING_NEW = AnswerDelta()
+_NOT_PLAIN = ("<", "\ufffd")
 
 
 class _Shown:
@@ -115,8 +120,13 @@ class AnswerStream:
         tools: Tools,
         stop: Sequence[str] = (),
         new_call_id: Callable[[], str] = new_tool_call_id,
+        *,
+        whole: bool = False,
     ) -> None:
-        """`stop` strings are looked for in the content, not in reasoning or calls. `new_call_id` names the tool calls."""
+        """`stop` strings are looked for in the content, not in reasoning or calls. `new_call_id` names the tool calls.
+
+        `whole`: nobody wants deltas before the end; `finish` tells everything.
+        """
         self._grammar = grammar
         self._prompt_ids = prompt_ids
         self._tools = tools
@@ -127,6 +137,8 @@ class AnswerStream:
         opening = grammar.opening(tools)
         self._calls = StopStrings([] if opening is None else [opening])
         """Finds where content ends because tool calls begin that are spelled as text."""
+        self._unread: list[int] | None = [] if whole and not stop and opening is None else None
+        """Tokens that wait for the end: None where they are read as they come."""
         self._content, self._reasoning = _Shown(), _Shown()
         self._channel = _Channel.UNKNOWN if grammar.incremental else _Channel.HIDDEN
         self._since_marker: list[str] = []
@@ -146,6 +158,10 @@ class AnswerStream:
 
     def feed(self, token_ids: Sequence[int]) -> AnswerDelta:
         """What these tokens add to what the client sees."""
+        if self._unread is not None:
+            self._unread += token_ids
+            self.consumed += len(token_ids)
+            return _NOTHING_NEW
         grammar, decoder = self._grammar, self._decoder
         unseen, stops, breaks = grammar.unseen, grammar.stop_token_ids, grammar.breaks
         at, freely = 0, len(token_ids) > 1 and not self._stops
@@ -179,6 +195,13 @@ class AnswerStream:
 
     def finish(self) -> tuple[AnswerDelta, ParsedAnswer]:
         """What has been held back, and the whole answer: the sum of all deltas."""
+        shown = _NOTHING_NEW
+        if self._unread is not None:
+            unread, self._unread, self.consumed = self._unread, None, 0
+            if (plain := self._plain(unread)) is not None:
+                self.consumed = len(unread)
+                return AnswerDelta(plain), ParsedAnswer(plain)
+            shown = self.feed(unread)
         content, reasoning = self._content, self._reasoning
         content.release()
         reasoning.release()
@@ -196,11 +219,23 @@ class AnswerStream:
             reasoning.settle(read.reasoning)
         calls = tuple(ParsedCall(own or self._new_call_id(), name, text) for own, name, text in read.calls)
         delta = AnswerDelta(
-            content.take(),
-            reasoning.take(),
+            shown.content + content.take(),
+            shown.reasoning_content + reasoning.take(),
             tuple(CallDelta(index, call.id, call.name, call.arguments_json) for index, call in enumerate(calls)),
         )
         return delta, ParsedAnswer(content.text or (None if calls else ""), reasoning.text or None, calls)
+
+    def _plain(self, token_ids: Sequence[int]) -> str | None:
+        """The content of a whole answer that is nothing but text, with no beginning of a marker in it; else None."""
+        grammar = self._grammar
+        ids = token_ids[:-1] if token_ids and token_ids[-1] in grammar.stop_token_ids else token_ids
+        if not grammar.breaks.isdisjoint(ids):
+            return None
+        # A marker may be spelled in ordinary tokens, and pieces of characters are decoded one way here, another there.
+        if any(each in grammar.table.decode(ids, skip_special=True) for each in _NOT_PLAIN):
+            return None
+        read = grammar.read(self._prompt_ids, ids, self._tools)
+        return None if read.reasoning or read.calls or read.broken else read.content
 
     def _text(self, text: str) -> None:
         """Text that the last token completed, on the way to where it belongs."""

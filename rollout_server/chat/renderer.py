@@ -305,9 +305,14 @@ class ChatRenderer:
         tools: Tools = None,
         stop: Sequence[str] = (),
         new_call_id: Callable[[], str] = new_tool_call_id,
+        *,
+        whole: bool = False,
     ) -> AnswerStream:
-        """For an answer that is being generated; `stop` strings end it, `new_call_id` names its tool calls."""
-        return AnswerStream(self._grammar, prompt_ids, tools, stop, new_call_id)
+        """For an answer that is being generated; `stop` strings end it, `new_call_id` names its tool calls.
+
+        `whole`: nothing of it is shown before its end.
+        """
+        return AnswerStream(self._grammar, prompt_ids, tools, stop, new_call_id, whole=whole)
 
     def text_stream(self, stop: Sequence[str] = ()) -> TextStream:
         """For plain text that is being generated."""

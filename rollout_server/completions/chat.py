@@ -91,7 +91,7 @@ class ChatCalls:
             samples = await collect_samples(
                 answer_context.generate(request),
                 n,
-                lambda: self._chat.answer_stream(context.token_ids, tools, call.stops, ids()),
+                lambda: self._chat.answer_stream(context.token_ids, tools, call.stops, ids(), whole=stream is None),
                 stream.piece if stream is not None else None,
             )
             # Captured only once a client listens: this one, or its retry.

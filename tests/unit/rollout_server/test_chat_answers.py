@@ -186,6 +186,16 @@ def test_the_deltas_add_up_to_the_answer_that_is_parsed_whole(
     assert calls == called(answer) == called(whole)
     assert not any("<|im_" in delta.content + delta.reasoning_content for delta in deltas)
     assert not any("<tool_call>" in delta.content for delta in deltas)
+    # Where nobody looks before the end, it is the same answer.
+    unseen = RENDERERS[family].answer_stream(encode(prompt), tools, whole=True)
+    assert not any([unseen.feed(ids[start:end]) for start, end in itertools.pairwise(places)])
+    said, alike = unseen.finish()
+    assert (alike.content, alike.reasoning_content, called(alike)) == (
+        answer.content,
+        answer.reasoning_content,
+        called(answer),
+    )
+    assert added_up([said]) == (content, reasoning, calls)
 
 
 def added_up(deltas: Sequence[AnswerDelta]) -> tuple[str, str, list[tuple[str, str]]]:
