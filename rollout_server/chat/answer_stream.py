@@ -29,6 +29,8 @@ from rollout_server.chat.detokenizer import StopStrings, TextDecoder
 from rollout_server.chat.messages import Tools
 from rollout_server.chat.text_tools import OPENING
 
+MOST_UNREAD = 1024
+"""Of a whole answer, so many tokens wait for the end: to read many at once would hold up all other calls."""
 _FREE_READING = 4096
 _READING_A_TOKEN = 4
 """Beyond the free ones, the grammar may read this many tokens for each token sampled, however many markers there are."""
@@ -161,7 +163,9 @@ class AnswerStream:
         if self._unread is not None:
             self._unread += token_ids
             self.consumed += len(token_ids)
-            return _NOTHING_NEW
+            if len(self._unread) <= MOST_UNREAD:
+                return _NOTHING_NEW
+            token_ids, self._unread, self.consumed = self._unread, None, 0
         grammar, decoder = self._grammar, self._decoder
         unseen, stops, breaks = grammar.unseen, grammar.stop_token_ids, grammar.breaks
         at, freely = 0, len(token_ids) > 1 and not self._stops

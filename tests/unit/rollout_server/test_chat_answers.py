@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_server.chat.answer_stream import AnswerDelta, AnswerStream
+from rollout_server.chat.answer_stream import MOST_UNREAD, AnswerDelta, AnswerStream
 from rollout_server.chat.answers import AnswerGrammar, ParsedAnswer
 from rollout_server.chat.detokenizer import StopStrings, TokenTable
 from rollout_server.chat.renderer import ChatRenderer
@@ -196,6 +196,19 @@ def test_the_deltas_add_up_to_the_answer_that_is_parsed_whole(
         called(answer),
     )
     assert added_up([said]) == (content, reasoning, calls)
+
+
+@families
+def test_a_long_answer_does_not_wait_for_its_end_to_be_read(family: str) -> None:
+    ids = encode("<think>Hm</think>") + (encode("the weather and é ") * 400)[: 3 * MOST_UNREAD]
+    stream = RENDERERS[family].answer_stream(encode(OPENING), TOOLS, whole=True)
+    deltas = [stream.feed(ids[at : at + 64]) for at in range(0, len(ids), 64)]
+    rest, answer = stream.finish()
+    assert any(deltas[: MOST_UNREAD // 64 + 1]), "what has waited is read together"
+    assert sum(map(bool, deltas)) > len(deltas) // 2, "and the rest as it comes"
+    assert answer == RENDERERS[family].parse(encode(OPENING), ids, TOOLS)
+    assert added_up([*deltas, rest])[:2] == (answer.content, answer.reasoning_content)
+    assert stream.consumed == len(ids)
 
 
 def added_up(deltas: Sequence[AnswerDelta]) -> tuple[str, str, list[tuple[str, str]]]:
