@@ -14,9 +14,9 @@ from rollout_server.api.groups import group_routes, report_routes, runner_routes
 from rollout_server.api.joined_calls import joined_routes
 from rollout_server.api.openai import completion_routes, model_routes
 from rollout_server.api.prompt_size import PromptSize
+from rollout_server.api.routes import ERRORS, Ready
 from rollout_server.api.sessions import session_routes
 from rollout_server.api.trajectories import trajectory_routes
-from rollout_server.api.typed_route import ERRORS, Ready
 from rollout_server.api.vllm_weight_updates import weight_update_routes
 from rollout_server.engines.base import Engine, EngineCrashedError
 from rollout_server.lifecycle.admission import AdmissionGate

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import structlog
 
-from rollout_server.api.typed_route import Ready
+from rollout_server.api.routes import Ready
 from rollout_server.engines.base import Engine
 from services.observability.tracing import Span, Tracing
 from services.wire.weights_api import CommitAnswer, DigestAnswer, StageAnswer

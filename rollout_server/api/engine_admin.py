@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query, Request
 
-from rollout_server.api.typed_route import ERRORS, Ready
+from rollout_server.api.routes import ERRORS, Ready
 from rollout_server.engines.base import Engine
 from rollout_server.sessions.access import Access
 from services.wire.gateway_api import Draining

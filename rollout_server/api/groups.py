@@ -10,8 +10,8 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request, Response
 
 from rollout_server.api.request_names import call_name, name_version
+from rollout_server.api.routes import ERRORS, Ready, RolloutRoute, checked
 from rollout_server.api.streaming import ClientGoneError, while_connected
-from rollout_server.api.typed_route import ERRORS, Ready, TypedRoute, checked
 from rollout_server.completions.resumable import Progress
 from rollout_server.completions.turns import TurnTaker, delivered
 from rollout_server.engines.base import Engine
@@ -113,7 +113,7 @@ def report_routes(
     http_cpu_s: Callable[[], float],
 ) -> APIRouter:
     """Routes that tell how the run and this server's engine are doing."""
-    router = APIRouter(route_class=TypedRoute, tags=["rollout"], responses=ERRORS)
+    router = APIRouter(route_class=RolloutRoute, tags=["rollout"], responses=ERRORS)
 
     @router.get("/run", response_model=rollout_api.RunState)
     async def read_run(request: Request) -> Response:
@@ -171,7 +171,7 @@ def report_routes(
 
 def runner_routes(access: Ready[Access], runners: Ready[RunnerWatch]) -> APIRouter:
     """Routes that runners call, at any server of the run."""
-    router = APIRouter(prefix="/runners", route_class=TypedRoute, tags=["rollout"], responses=ERRORS)
+    router = APIRouter(prefix="/runners", route_class=RolloutRoute, tags=["rollout"], responses=ERRORS)
 
     @router.post("", response_model=RunnerLease)
     async def join(call: Runner, request: Request) -> Response:

@@ -18,12 +18,12 @@ import structlog
 from fastapi import APIRouter, Request, Response
 from starlette.types import Message, Scope
 
+from rollout_server.api.routes import ERRORS, Ready, RolloutRoute
 from rollout_server.api.streaming import EventStream
-from rollout_server.api.typed_route import ERRORS, Ready, TypedRoute
 from rollout_server.sessions.access import Access
 from services.http.app import error_answer
 from services.http.route_index import respond
-from services.http.typed_route import schema_of
+from services.http.struct_answer import schema_of
 from services.wire.errors import UNDECODABLE, NotFoundError, RollmeshError, UsageError
 from services.wire.gateway_api import CALL_HEADER
 from services.wire.joined_calls import LINES, PATH, JoinedAnswer, JoinedCall, JoinedCalls
@@ -39,8 +39,8 @@ _log = structlog.get_logger()
 
 def joined_routes(access: Ready[Access], routes: Sequence[Any], handlers: Mapping[Any, Any]) -> APIRouter:
     """`routes`: the application's, those of JOINED among them; `handlers`: of errors, as the application has them."""
-    router = APIRouter(route_class=TypedRoute, tags=["rollout"], responses=ERRORS)
-    joined = [route for route in routes if isinstance(route, TypedRoute) and route.path in JOINED]
+    router = APIRouter(route_class=RolloutRoute, tags=["rollout"], responses=ERRORS)
+    joined = [route for route in routes if isinstance(route, RolloutRoute) and route.path in JOINED]
 
     @router.post(
         PATH,
@@ -71,7 +71,7 @@ def _read(body: bytes) -> list[JoinedCall]:
 
 
 async def _answers(
-    routes: Sequence[TypedRoute], handlers: Mapping[Any, Any], calls: Sequence[JoinedCall], scope: Scope
+    routes: Sequence[RolloutRoute], handlers: Mapping[Any, Any], calls: Sequence[JoinedCall], scope: Scope
 ) -> AsyncGenerator[bytes, None]:
     lines, ended = list[bytes](), asyncio.Event()
 
@@ -96,7 +96,7 @@ async def _answers(
 
 
 async def _line(
-    routes: Sequence[TypedRoute], handlers: Mapping[Any, Any], number: int, call: JoinedCall, scope: Scope
+    routes: Sequence[RolloutRoute], handlers: Mapping[Any, Any], number: int, call: JoinedCall, scope: Scope
 ) -> bytes:
     """What is answered to one call."""
     try:
@@ -114,7 +114,7 @@ async def _line(
     return _encoder.encode(answer) + b"\n"
 
 
-def _find(routes: Sequence[TypedRoute], path: str) -> tuple[TypedRoute, dict[str, str]]:
+def _find(routes: Sequence[RolloutRoute], path: str) -> tuple[RolloutRoute, dict[str, str]]:
     path = unquote(path)
     for route in routes:
         if (match := route.path_regex.fullmatch(path)) is not None:

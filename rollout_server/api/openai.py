@@ -11,9 +11,9 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from rollout_server.api.request_names import call_name, name_session
+from rollout_server.api.routes import ERRORS, Ready, checked
 from rollout_server.api.stateless_generate import GENERATE_ANSWERS, generate_stateless
 from rollout_server.api.streaming import BrokenOffError, EventStream, while_connected
-from rollout_server.api.typed_route import ERRORS, Ready, checked
 from rollout_server.completions.base import AnswerContext, AnswerService, new_call_id
 from rollout_server.completions.resumable import UntilAccepting
 from rollout_server.completions.service import CompletionServices

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from rollout_server.api.typed_route import Ready
+from rollout_server.api.routes import Ready
 from rollout_server.chat.length_bound import PIECE
 from rollout_server.chat.tokenizer import Renderer
 from rollout_server.completions.text import MOST_ANSWERS
@@ -47,7 +47,7 @@ _prompts = msgspec.json.Decoder(_Prompts)
 
 
 class PromptSize:
-    """`check` is for `typed_route.checked`. `longest`: tokens that the model takes; 0 where that is not known yet."""
+    """`check` is for `routes.checked`. `longest`: tokens that the model takes; 0 where that is not known yet."""
 
     def __init__(self, renderer: Ready[Renderer], longest: Callable[[], int]) -> None:
         self._renderer = renderer

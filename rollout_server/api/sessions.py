@@ -8,8 +8,8 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request, Response
 
 from rollout_server.api.request_names import call_name, name_version
+from rollout_server.api.routes import ERRORS, Ready, RolloutRoute
 from rollout_server.api.streaming import while_connected
-from rollout_server.api.typed_route import ERRORS, Ready, TypedRoute
 from rollout_server.engines.base import Engine
 from rollout_server.lifecycle.finish import Finisher
 from rollout_server.lifecycle.open import SessionOpener
@@ -45,7 +45,7 @@ def session_routes(
     """Routes that environments call; a session's own key opens its status and heartbeat. `url`: of this server."""
     router = APIRouter(
         prefix="/sessions",
-        route_class=TypedRoute,
+        route_class=RolloutRoute,
         tags=["sessions"],
         responses=ERRORS,
     )

@@ -11,7 +11,7 @@ import msgspec
 from fastapi import APIRouter, Query, Request
 from redis.exceptions import RedisError
 
-from rollout_server.api.typed_route import ERRORS, Ready
+from rollout_server.api.routes import ERRORS, Ready
 from rollout_server.chat.tokenizer import Renderer
 from rollout_server.lifecycle.takeover import Takeover
 from rollout_server.sessions.access import Access

@@ -12,7 +12,7 @@ import structlog
 from fastapi import APIRouter, Body
 from pydantic import JsonValue
 
-from rollout_server.api.typed_route import ERRORS, Ready
+from rollout_server.api.routes import ERRORS, Ready
 from rollout_server.engines.base import Engine
 from services.wire import vllm_api
 from services.wire.errors import ConflictError, UsageError

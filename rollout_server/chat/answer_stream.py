@@ -12,8 +12,8 @@ ends at their opening, of which no beginning is shown. Where a family's grammar 
 (`AnswerGrammar.incremental` is False), all of the answer comes at the end.
 
 What a stream does depends on the tokens alone, not on how they were cut into pieces, so whole answers are made with it too:
-of those without anything but text the grammar reads all tokens once, which says the same. Where a grammar would take back
-what has been shown, what has been shown stays. A token costs about 2 µs.
+of one that is nothing but text the grammar reads all tokens once, at the end, which gives the same. Where a grammar would
+take back what has been shown, what has been shown stays. A token costs about 2 µs.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class AnswerDelta:
         return bool(self.content or self.reasoning_content or self.tool_calls)
 
 
-_NOTHING_NEW = AnswerDelta()
 _NOT_PLAIN = ("<", "\ufffd")
+"""A marker that is spelled in ordinary tokens, and half a character, which reads otherwise in pieces than at once."""
 
 
 class _Shown:
@@ -151,7 +151,7 @@ class AnswerStream:
         self._read_tokens = 0
         self._ended = False
         self.consumed = 0
-        """Tokens that belong to the answer: all that were fed, up to the one that ended it."""
+        """Tokens that belong to the answer: all that were read, up to the one that ended it."""
 
     @property
     def stopped(self) -> str | None:
@@ -162,10 +162,9 @@ class AnswerStream:
         """What these tokens add to what the client sees."""
         if self._unread is not None:
             self._unread += token_ids
-            self.consumed += len(token_ids)
             if len(self._unread) <= MOST_UNREAD:
-                return _NOTHING_NEW
-            token_ids, self._unread, self.consumed = self._unread, None, 0
+                return AnswerDelta()
+            token_ids, self._unread = self._unread, None
         grammar, decoder = self._grammar, self._decoder
         unseen, stops, breaks = grammar.unseen, grammar.stop_token_ids, grammar.breaks
         at, freely = 0, len(token_ids) > 1 and not self._stops
@@ -199,9 +198,9 @@ class AnswerStream:
 
     def finish(self) -> tuple[AnswerDelta, ParsedAnswer]:
         """What has been held back, and the whole answer: the sum of all deltas."""
-        shown = _NOTHING_NEW
+        shown = AnswerDelta()
         if self._unread is not None:
-            unread, self._unread, self.consumed = self._unread, None, 0
+            unread, self._unread = self._unread, None
             if (plain := self._plain(unread)) is not None:
                 self.consumed = len(unread)
                 return AnswerDelta(plain), ParsedAnswer(plain)
@@ -235,8 +234,8 @@ class AnswerStream:
         ids = token_ids[:-1] if token_ids and token_ids[-1] in grammar.stop_token_ids else token_ids
         if not grammar.breaks.isdisjoint(ids):
             return None
-        # A marker may be spelled in ordinary tokens, and pieces of characters are decoded one way here, another there.
-        if any(each in grammar.table.decode(ids, skip_special=True) for each in _NOT_PLAIN):
+        text = grammar.table.decode(ids, skip_special=True)
+        if any(each in text for each in _NOT_PLAIN):
             return None
         read = grammar.read(self._prompt_ids, ids, self._tools)
         return None if read.reasoning or read.calls or read.broken else read.content

@@ -1,25 +1,35 @@
-"""Routes that answer a msgspec struct: its schema in the document of routes, and its JSON, without a second definition."""
+"""Routes that take or answer a msgspec struct: its schema in the document of routes, and its JSON, defined once."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import Response
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _REFERENCE, _DEFINED = "#/$defs/", "$defs"
 
 
 def answers(kind: type[msgspec.Struct]) -> dict[int | str, dict[str, Any]]:
-    """A route's argument `responses`: what it answers with status 200. Structs that hold themselves have no such schema:
-    RecursionError."""
+    """A route's argument `responses`: what it answers with status 200. Raises as `schema_of` does."""
+    return {200: {"content": {"application/json": {"schema": schema_of(kind)}}}}
+
+
+def schema_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Its OpenAPI schema, the structs in it written out in place: FastAPI knows only pydantic's models.
+
+    Raises RecursionError for a struct that holds itself.
+    """
     schema = msgspec.json.schema(kind)
-    whole = _inlined(schema, schema.get(_DEFINED, {}))
-    return {200: {"content": {"application/json": {"schema": whole}}}}
+    whole: dict[str, Any] = _inlined(schema, schema.get(_DEFINED, {}))
+    return whole
 
 
-def struct_answer(found: msgspec.Struct) -> Response:
-    """The JSON of a struct; NaN is null."""
+def struct_answer(found: msgspec.Struct | DataclassInstance) -> Response:
+    """The JSON of a struct, or of a dataclass; NaN is null."""
     return Response(msgspec.json.encode(found), media_type="application/json")
 
 

@@ -9,7 +9,7 @@ in `request.state.body`, which an endpoint may delete. Dependencies check: each 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from inspect import iscoroutinefunction
 from typing import Any
@@ -39,24 +39,19 @@ def any_body(_: bytes) -> None:
     """Takes every body."""
 
 
-def no_names(_: Mapping[str, Any]) -> None:
-    """Notes nothing."""
-
-
 class TypedRoute(APIRoute):
     """See the module's docstring. Raises RequestValidationError as FastAPI's route does."""
 
     check_body: Callable[[bytes], None] = staticmethod(any_body)
     """Called before a body is parsed; what it raises is answered."""
-    name_call: Callable[[Mapping[str, Any]], None] = staticmethod(no_names)
-    """Called with the path's parameters, for the log."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         endpoint, self._request_name = self.dependant.call, self.dependant.request_param_name
         assert endpoint is not None
         self._answers: Callable[..., Awaitable[Response]] = endpoint
-        if self.dependant.query_params or len(self.dependant.body_params) > 1:
+        others = (self.dependant.query_params, self.dependant.header_params, self.dependant.cookie_params)
+        if any(others) or len(self.dependant.body_params) > 1:
             raise TypeError(f"{self.path}: a TypedRoute takes path parameters, one body and the request only")
         self._checks = [_check(each, self.path) for each in self.dependant.dependencies if not _documents(each)]
         self._body_name, self._model = "", None
@@ -70,7 +65,6 @@ class TypedRoute(APIRoute):
         for check in self._checks:
             await check(request)
         arguments: dict[str, Any] = dict(request.path_params)
-        self.name_call(arguments)
         if self._request_name is not None:
             arguments[self._request_name] = request
         if self._model is not None:
@@ -99,7 +93,8 @@ async def _read(receive: Receive) -> bytes:
 
 def _documents(dependency: Dependant) -> bool:
     """Whether it only says in the OpenAPI document how callers show their key."""
-    return isinstance(dependency.call, HTTPBearer) and not dependency.call.auto_error
+    # A class made of it may check something.
+    return type(dependency.call) is HTTPBearer and not dependency.call.auto_error
 
 
 def _check(dependency: Dependant, path: str) -> Callable[[Request], Awaitable[None]]:
@@ -135,26 +130,3 @@ def _parse(model: type[BaseModel], content_type: str, payload: bytes) -> BaseMod
         raise RequestValidationError(
             [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
         ) from error
-
-
-_REFERENCE = "#/structs/"
-
-
-def schema_of(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """OpenAPI schema of a msgspec struct, the structs in it written out in place (FastAPI knows only pydantic's models).
-
-    Not for recursive ones.
-    """
-    (schema,), parts = msgspec.json.schema_components([struct], ref_template=_REFERENCE + "{name}")
-
-    def resolve(node: Any) -> Any:
-        if isinstance(node, list):
-            return [resolve(each) for each in node]
-        if not isinstance(node, dict):
-            return node
-        if "$ref" in node:
-            return resolve(parts[str(node["$ref"]).removeprefix(_REFERENCE)])
-        return {key: resolve(value) for key, value in node.items()}
-
-    resolved: dict[str, Any] = resolve(schema)
-    return resolved

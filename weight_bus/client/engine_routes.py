@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
+from services.http.struct_answer import struct_answer
 from services.http.typed_route import TypedRoute
 from services.wire.weights_api import CommitAnswer, CommitCall, DigestAnswer, RollbackCall, StageAnswer
 
@@ -46,25 +46,21 @@ def weight_routes(
     @router.post("/stage", response_model=StageAnswer, openapi_extra=_MANIFEST_BODY)
     async def stage(request: Request) -> Response:
         """Pull a manifest's buckets into shadow memory (body: encoded `weight_bus.manifest.manifest.Manifest`)."""
-        return _json(await engine.stage(await request.body()))
+        return struct_answer(await engine.stage(await request.body()))
 
     @router.post("/commit", response_model=CommitAnswer)
     async def commit(call: CommitCall) -> Response:
         """Serve the staged version from the next decode step on."""
-        return _json(await engine.commit(call.version))
+        return struct_answer(await engine.commit(call.version))
 
     @router.post("/rollback", response_model=CommitAnswer)
     async def rollback(call: RollbackCall) -> Response:
         """Serve the version before the last commit again; it is kept until the next stage begins to write."""
-        return _json(await engine.rollback(call.version))
+        return struct_answer(await engine.rollback(call.version))
 
     @router.get("/digest", response_model=DigestAnswer)
     async def digest() -> Response:
         """Digest of the bytes that are really served."""
-        return _json(await engine.digest())
+        return struct_answer(await engine.digest())
 
     return router
-
-
-def _json(answer: StageAnswer | CommitAnswer | DigestAnswer) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -68,10 +68,14 @@ async def by_nothing() -> None:
     return
 
 
+class OwnScheme(HTTPBearer):
+    """It might check something."""
+
+
 @pytest.mark.parametrize(
     "dependency",
-    [by_header, by_query, by_nothing, HTTPBearer(), lambda request: None],
-    ids=["header", "query", "nothing", "refusing scheme", "no coroutine"],
+    [by_header, by_query, by_nothing, HTTPBearer(), OwnScheme(auto_error=False), lambda request: None],
+    ids=["header", "query", "nothing", "refusing scheme", "another's scheme", "no coroutine"],
 )
 def test_what_would_not_be_asked_is_refused(dependency: object) -> None:
     router = APIRouter(route_class=TypedRoute, dependencies=[Depends(dependency)])  # type: ignore[arg-type]
@@ -80,4 +84,14 @@ def test_what_would_not_be_asked_is_refused(dependency: object) -> None:
         return Response()
 
     with pytest.raises(TypeError, match="dependencies are coroutine functions of the request"):
+        router.get("/x")(endpoint)
+
+
+def test_an_endpoint_that_wants_more_than_its_call_gives_is_refused() -> None:
+    router = APIRouter(route_class=TypedRoute)
+
+    async def endpoint(word: str = Header()) -> Response:
+        return Response(word)
+
+    with pytest.raises(TypeError, match="path parameters, one body and the request only"):
         router.get("/x")(endpoint)

@@ -5,24 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from fastapi import Request, Response
+
 from rollout_server.api.request_names import name_call
-from services.http import typed_route
 from services.http.app import declared_errors
+from services.http.typed_route import TypedRoute
 
 T = TypeVar("T")
 Ready = Callable[[], T]
 """Gives a route one part of the server. Raises NotReadyError before the engine is up."""
 
 
-class TypedRoute(typed_route.TypedRoute):
-    """`services.http.typed_route`, with the session or group of a call in the log."""
+class RolloutRoute(TypedRoute):
+    """A `TypedRoute` with the session or group of a call in the log."""
 
-    name_call = staticmethod(name_call)
+    async def respond(self, request: Request) -> Response:
+        name_call(request.path_params)
+        return await super().respond(request)
 
 
-def checked(check_body: Callable[[bytes], None]) -> type[TypedRoute]:
-    """A `TypedRoute` whose bodies are looked at before they are parsed."""
-    return type("CheckedRoute", (TypedRoute,), {"check_body": staticmethod(check_body)})
+def checked(check_body: Callable[[bytes], None]) -> type[RolloutRoute]:
+    """A `RolloutRoute` whose bodies are looked at before they are parsed."""
+    return type("CheckedRoute", (RolloutRoute,), {"check_body": staticmethod(check_body)})
 
 
 _MEANINGS = {
