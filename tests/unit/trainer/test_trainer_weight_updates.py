@@ -112,9 +112,19 @@ async def test_nobody_hears_of_a_version_before_its_step_is_durable(background: 
     broken.set_exception(OSError("the disk is gone"))
     updates.publish(2, {}, broken)
     await until(lambda: publisher.released == [1, 2], 5.0)
+    # The buffer is released within the task; that it failed is noted once it has ended, on the loop's own thread.
+    await until(lambda: _failure_of(background) is not None, 5.0)
     assert bus.announced == [1]
     with pytest.raises(OSError, match="the disk is gone"):
         background.check()
+
+
+def _failure_of(background: Background) -> Exception | None:
+    try:
+        background.check()
+    except OSError as error:
+        return error
+    return None
 
 
 async def test_the_training_thread_gives_way_for_small_weights_alone_and_not_for_long(background: Background) -> None:
