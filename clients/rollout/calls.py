@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 from urllib.parse import quote, urlencode
 
+import msgspec
 from pydantic import BaseModel, ValidationError
 
 from services.wire import rollout_api, session_api
@@ -24,6 +25,11 @@ from services.wire.gateway_api import CALL_HEADER
 CALL_TIMEOUT_S = 15.0
 LEASE_TIMEOUT_S = 2.0
 """For a runner's heartbeat: a later one must still come in time."""
+
+_SAME_VERSION = "run client and server of the same version"
+_GROUP_OPENED = msgspec.json.Decoder(rollout_api.GroupOpened).decode
+_TURNS_TAKEN = msgspec.json.Decoder(rollout_api.TurnsTaken).decode
+_GROUP_FINISHED = msgspec.json.Decoder(rollout_api.GroupFinished).decode
 
 AnswerT = TypeVar("AnswerT")
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -53,26 +59,28 @@ class Call(Generic[AnswerT]):
         try:
             return self.answer(content)
         except ValidationError as error:
-            what = f"{self.method} {url}{self.path} answered no {error.title} ({error.error_count()} errors)"
-            raise WireError(what, "run client and server of the same version") from error
+            wrong: Exception = error
+            why = f"no {error.title} ({error.error_count()} errors)"
+        except msgspec.MsgspecError as error:
+            wrong, why = error, f"what is not expected ({error})"
+        raise WireError(f"{self.method} {url}{self.path} answered {why}", _SAME_VERSION) from wrong
 
 
 def open_group(body: rollout_api.OpenGroup, name: str | None = None) -> Call[rollout_api.GroupOpened]:
     timeout_s, name = body.wait_s + CALL_TIMEOUT_S, name or new_call_name()
-    answer = rollout_api.GroupOpened.model_validate_json
-    return Call("POST", "/groups", _json(body), answer, timeout_s, name, joins=True)
+    return Call("POST", "/groups", _json(body), _GROUP_OPENED, timeout_s, name, joins=True)
 
 
 def take_turns(
     group_id: str, body: rollout_api.TakeTurns, within_s: float = rollout_api.TURN_LEAST_S
 ) -> Call[rollout_api.TurnsTaken]:
     path = f"{_group(group_id)}/turns"
-    return Call("POST", path, _json(body), rollout_api.TurnsTaken.model_validate_json, within_s, new_call_name())
+    return Call("POST", path, _plain_json(body), _TURNS_TAKEN, within_s, new_call_name())
 
 
 def finish_group(group_id: str, body: rollout_api.FinishGroup) -> Call[rollout_api.GroupFinished]:
     path = f"{_group(group_id)}/finish"
-    return Call("POST", path, _json(body), rollout_api.GroupFinished.model_validate_json, joins=True)
+    return Call("POST", path, _plain_json(body), _GROUP_FINISHED, joins=True)
 
 
 def group_state(group_id: str) -> Call[session_api.GroupState]:
@@ -173,3 +181,12 @@ def _session_call(session_id: str, verb: str, payload: bytes | None, answer: typ
 
 def _json(body: BaseModel) -> bytes:
     return body.model_dump_json(exclude_none=True).encode()
+
+
+def _plain_json(body: rollout_api.TakeTurns | rollout_api.FinishGroup) -> bytes:
+    return msgspec.json.encode(body, enc_hook=_fields)
+
+
+def _fields(body: BaseModel) -> dict[str, object]:
+    """Of a model within a dataclass."""
+    return body.model_dump(exclude_none=True)

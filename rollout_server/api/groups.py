@@ -22,6 +22,7 @@ from rollout_server.lifecycle.runners import RunnerWatch
 from rollout_server.lifecycle.takeover import Takeover
 from rollout_server.sessions.access import Access
 from rollout_server.sessions.group import GroupRegistry
+from services.http.struct_answer import struct_answer
 from services.http.typed_route import answer
 from services.policies.training.deadlines import answered_within
 from services.run_store.ledger import Ledger
@@ -55,7 +56,7 @@ def group_routes(
         check_taking_calls()
         group = await while_connected(request, opener().open_group(call, call_name(request)))
         most = 0 if group.sampling is None else group.sampling.max_tokens
-        return answer(
+        return struct_answer(
             rollout_api.GroupOpened(
                 group_id=group.group_id,
                 ordinal=group.ordinal,
@@ -96,7 +97,7 @@ def group_routes(
         name_version(engine.policy_version)
         await takeover().hold_group(group_id)
         stream_ids = await finisher().finish(group_id, call.rewards)
-        return answer(rollout_api.GroupFinished(stream_ids=stream_ids))
+        return struct_answer(rollout_api.GroupFinished(stream_ids=stream_ids))
 
     return router
 

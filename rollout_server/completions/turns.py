@@ -104,7 +104,7 @@ class TurnTaker:
             for delta in ordered:
                 check_sampled(delta.token_ids, delta.logprobs, delta.versions)
             taken = [self._answer(session, delta, call) for session, delta in zip(sessions, ordered, strict=True)]
-            answer = TurnsTaken.model_construct(results=taken).model_dump_json().encode()
+            answer = msgspec.json.encode(TurnsTaken(results=taken))
             record = TurnsAnswered(
                 call=name,
                 sampling=sampling,
@@ -215,8 +215,7 @@ class TurnTaker:
         return dict(zip(plan.turns, samples, strict=True))
 
     def _answer(self, session: Session, delta: GenerationDelta, call: TakeTurns) -> TurnTaken:
-        # Not validated: it is made of what the engine's answer was checked for.
-        return TurnTaken.model_construct(
+        return TurnTaken(
             session_id=session.session_id,
             text=self._renderer.decode(delta.token_ids),
             token_ids=delta.token_ids if call.return_token_ids else None,

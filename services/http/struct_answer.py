@@ -28,9 +28,9 @@ def schema_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return whole
 
 
-def struct_answer(found: msgspec.Struct | DataclassInstance) -> Response:
+def struct_answer(found: msgspec.Struct | DataclassInstance, status_code: int = 200) -> Response:
     """The JSON of a struct, or of a dataclass; NaN is null."""
-    return Response(msgspec.json.encode(found), media_type="application/json")
+    return Response(msgspec.json.encode(found), status_code=status_code, media_type="application/json")
 
 
 def _inlined(schema: Any, defined: dict[str, Any]) -> Any:

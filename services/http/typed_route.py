@@ -2,8 +2,9 @@
 
 FastAPI's own handler parses JSON in Python, solves a dependency graph and validates the answer again, which costs more
 than everything else in a call here. Paths, bodies and answers are still declared, so the OpenAPI document is whole.
-Endpoints take any of: path parameters (strings), one body model, `Request`; they return a `Response`. The body's bytes are
-in `request.state.body`, which an endpoint may delete. Dependencies check: each is a coroutine function of the request.
+Endpoints take any of: path parameters (strings), one body (a model or a dataclass), `Request`; they return a `Response`.
+The body's bytes are in `request.state.body`, which an endpoint may delete. Dependencies check: each is a coroutine function
+of the request.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import is_dataclass
 from inspect import iscoroutinefunction
 from typing import Any
 
@@ -20,7 +22,7 @@ from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.routing import request_response
 from starlette.types import Receive
@@ -54,9 +56,10 @@ class TypedRoute(APIRoute):
         if any(others) or len(self.dependant.body_params) > 1:
             raise TypeError(f"{self.path}: a TypedRoute takes path parameters, one body and the request only")
         self._checks = [_check(each, self.path) for each in self.dependant.dependencies if not _documents(each)]
-        self._body_name, self._model = "", None
+        self._body_name = ""
+        self._body: TypeAdapter[Any] | None = None
         for field in self.dependant.body_params:
-            self._body_name, self._model = field.name, _model(field.field_info.annotation)
+            self._body_name, self._body = field.name, _body(field.field_info.annotation)
         # FastAPI's own wraps each call in two exit stacks, for dependencies; there are none.
         self.app = request_response(self.respond)
 
@@ -67,11 +70,11 @@ class TypedRoute(APIRoute):
         arguments: dict[str, Any] = dict(request.path_params)
         if self._request_name is not None:
             arguments[self._request_name] = request
-        if self._model is not None:
+        if self._body is not None:
             # Not by `request.body()`, which keeps it for as long as the call lasts: hours, for a generation.
             request.state.body = body = await _read(request.receive)
             self.check_body(body)
-            arguments[self._body_name] = _parse(self._model, request.headers.get("content-type", ""), body)
+            arguments[self._body_name] = _parse(self._body, request.headers.get("content-type", ""), body)
             if len(body) > _LARGE:
                 # What reading it took, before as much is taken to answer it.
                 await asyncio.to_thread(give_memory_back)
@@ -110,22 +113,22 @@ def _check(dependency: Dependant, path: str) -> Callable[[Request], Awaitable[No
     return check
 
 
-def _model(annotation: Any) -> type[BaseModel]:
-    if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-        raise TypeError(f"the body of a TypedRoute is a pydantic model, not {annotation}")
-    return annotation
+def _body(annotation: Any) -> TypeAdapter[Any]:
+    if not (isinstance(annotation, type) and (issubclass(annotation, BaseModel) or is_dataclass(annotation))):
+        raise TypeError(f"the body of a TypedRoute is a pydantic model or a dataclass, not {annotation}")
+    return TypeAdapter(annotation)
 
 
-def _parse(model: type[BaseModel], content_type: str, payload: bytes) -> BaseModel:
+def _parse(body: TypeAdapter[Any], content_type: str, payload: bytes) -> Any:
     # Any other type can be sent by a web page without asking: it must not reach a service on loopback.
     if not content_type.startswith("application/json"):
         raise RequestValidationError([{"loc": ("header", "content-type"), "msg": "must be application/json"}])
     if len(payload) > _LARGE:
         # Pydantic's own parser makes three copies of a long text on its way. What is wrong it says better.
         with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValidationError):
-            return model.model_validate(msgspec.json.decode(payload))
+            return body.validate_python(msgspec.json.decode(payload))
     try:
-        return model.model_validate_json(payload)
+        return body.validate_json(payload)
     except ValidationError as error:
         raise RequestValidationError(
             [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]

@@ -7,15 +7,19 @@ of its sessions (all of them in one call, so that a group costs three calls and 
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+NO_OTHER_FIELDS = ConfigDict(extra="forbid")
 
 
 class Body(BaseModel):
     """A request or response body. Unknown fields are refused: a misspelt one must not be silently ignored."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = NO_OTHER_FIELDS
 
 
 Purpose = Literal["train", "evaluate"]
@@ -127,7 +131,12 @@ class OpenGroup(Body):
         return self
 
 
-class GroupOpened(Body):
+# The bodies of a group's life beyond its opening are dataclasses: there is one of each for every turn, and to make and
+# write a model of pydantic costs ten times as much. A body is validated by pydantic all the same, where it is received.
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupOpened:
     group_id: str
     ordinal: int
     """For `train`: place in the run's order of opening, from 0. For `evaluate`: −1."""
@@ -139,28 +148,36 @@ class GroupOpened(Body):
     """How long a client waits for a turn at the most: longer where an answer may have more tokens."""
 
 
-class Turn(Body):
-    """Extend one session by `text` (encoded without special tokens) or `token_ids`, then let the policy speak."""
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """Extend one session by `text` (encoded without special tokens) or `token_ids`, then let the policy speak.
+
+    Raises ValueError unless exactly one of them is given.
+    """
+
+    __pydantic_config__ = NO_OTHER_FIELDS
 
     session_id: str
     text: str | None = None
     token_ids: list[TokenId] | None = None
 
-    @model_validator(mode="after")
-    def _one_of(self) -> Turn:
+    def __post_init__(self) -> None:
         if (self.text is None) == (self.token_ids is None):
             raise ValueError("give exactly one of text and token_ids")
-        return self
 
 
-class TakeTurns(Body):
-    turns: list[Turn] = Field(min_length=1)
+@dataclass(slots=True, kw_only=True)
+class TakeTurns:
+    __pydantic_config__ = NO_OTHER_FIELDS
+
+    turns: Annotated[list[Turn], Field(min_length=1)]
     sampling: SamplingBody | None = None
     """Overrides the group's sampling for these turns."""
     return_token_ids: bool = False
 
 
-class TurnTaken(Body):
+@dataclass(slots=True, kw_only=True)
+class TurnTaken:
     session_id: str
     text: str
     """The sampled tokens decoded, special tokens left out."""
@@ -170,21 +187,35 @@ class TurnTaken(Body):
     """The newest version among the turn's tokens."""
 
 
-class TurnsTaken(Body):
+@dataclass(slots=True, kw_only=True)
+class TurnsTaken:
     results: list[TurnTaken]
 
 
-class SessionReward(Body):
+@dataclass(slots=True, kw_only=True)
+class SessionReward:
+    """Raises ValueError for a reward, or a component, that is no finite number."""
+
+    __pydantic_config__ = NO_OTHER_FIELDS
+
     session_id: str
-    reward: float = Field(allow_inf_nan=False)
-    components: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
+    reward: Annotated[float, Field(allow_inf_nan=False)]
+    components: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.reward) and all(map(math.isfinite, self.components.values()))):
+            raise ValueError(f"the reward of session {self.session_id}, or a component, is no finite number")
 
 
-class FinishGroup(Body):
+@dataclass(slots=True, kw_only=True)
+class FinishGroup:
+    __pydantic_config__ = NO_OTHER_FIELDS
+
     rewards: list[SessionReward]
 
 
-class GroupFinished(Body):
+@dataclass(slots=True, kw_only=True)
+class GroupFinished:
     stream_ids: dict[str, str]
     """Session id → id of its entry in the trajectory stream. Empty for `evaluate` groups."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from services.wire.rollout_api import Body, TokenId
+from services.wire.rollout_api import NO_OTHER_FIELDS, Body, TokenId
 
 # States of a weight update.
 
@@ -57,8 +57,6 @@ EventKind = Literal[
 # | `POST /weights/rollback` | RollbackCall             | CommitAnswer  |
 # | `GET /weights/digest`    |                          | DigestAnswer  |
 
-_NO_OTHER_FIELDS = ConfigDict(extra="forbid")
-
 
 @dataclass(frozen=True)
 class StageAnswer:
@@ -68,7 +66,7 @@ class StageAnswer:
     `rank_bytes`: what of `bytes_read` each rank transferred.
     """
 
-    __pydantic_config__ = _NO_OTHER_FIELDS
+    __pydantic_config__ = NO_OTHER_FIELDS
     version: int
     root_digest: str
     bytes_read: int
@@ -81,7 +79,7 @@ class StageAnswer:
 class CommitAnswer:
     """Result of a commit or rollback: the version is served. `flip_ms`: how long the engine generated nothing for it."""
 
-    __pydantic_config__ = _NO_OTHER_FIELDS
+    __pydantic_config__ = NO_OTHER_FIELDS
     version: int
     flip_ms: float
     requests_in_flight: int
@@ -91,7 +89,7 @@ class CommitAnswer:
 class DigestAnswer:
     """Root digest, as in the manifest, of the bytes that are really served as `version`."""
 
-    __pydantic_config__ = _NO_OTHER_FIELDS
+    __pydantic_config__ = NO_OTHER_FIELDS
     version: int
     root_digest: str
 

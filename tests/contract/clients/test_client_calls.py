@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request, Response
+from pydantic_core import to_jsonable_python
 
 from clients.environments.base import AgentEndpoint
 from clients.environments.chat import chat
@@ -188,7 +189,7 @@ async def test_every_call_has_its_route_and_its_typed_answer(kind: str) -> None:
         for method, arguments, more, route, answer in CALLS:
             server.will_answer((200, answer))
             got = await ask(method, *arguments, **more)
-            assert got.model_dump() == answer, method
+            assert to_jsonable_python(got) == answer, method
             (said,) = server.said
             path = said.path if not said.query else f"{said.path}?{said.query}"
             assert f"{said.method} {path}" == route
@@ -276,6 +277,9 @@ async def test_an_answer_of_another_version_of_the_api_says_so(kind: str) -> Non
         server.will_answer((200, {"surprise": True}))
         with pytest.raises(WireError, match="answered no SessionStatus"):
             await ask("heartbeat", "s1")
+        server.will_answer((200, {"surprise": True}))
+        with pytest.raises(WireError, match="groups/g/finish answered what is not expected .*stream_ids"):
+            await ask("finish_group", "g", FinishGroup(rewards=[]))
         server.will_answer((500, b"<html>a proxy's page</html>"))
         with pytest.raises(RollmeshError, match="no error of ours"):
             await ask("heartbeat", "s1")

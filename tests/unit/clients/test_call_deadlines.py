@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic_core import to_json
 
 from clients.rollout.sync_client import SyncRolloutClient
 from clients.weights.client import WeightsClient
@@ -33,7 +34,7 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         path = url.removeprefix("http://127.0.0.1:1")
         found[path] = timeout
         asked = httpx.Request(method, f"http://bus{path}")
-        return httpx.Response(200, content=answers[path].model_dump_json(), request=asked)
+        return httpx.Response(200, content=to_json(answers[path]), request=asked)
 
     monkeypatch.setattr(httpx.Client, "request", request)
     return found

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import httpx
 import pytest
 from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Query, Request, Response
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from services.http.route_index import index_routes
+from services.http.struct_answer import struct_answer
 from services.http.typed_route import TypedRoute, answer
 
 
 class Number(BaseModel):
     number: int
+
+
+@dataclass
+class Plain:
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    number: int
+
+    def __post_init__(self) -> None:
+        if self.number < 0:
+            raise ValueError("it is below zero")
 
 
 async def needs_word(request: Request) -> None:
@@ -35,6 +48,10 @@ def an_app(*, indexed: bool) -> FastAPI:
     async def double(call: Number) -> Response:
         return answer(Number(number=2 * call.number))
 
+    @router.post("/treble", response_model=Plain)
+    async def treble(call: Plain) -> Response:
+        return struct_answer(Plain(3 * call.number), 201)
+
     app.router.routes.extend(router.routes)
     if indexed:
         index_routes(app)
@@ -54,6 +71,18 @@ async def test_a_dependency_is_asked_before_the_body_is_looked_at(indexed: bool)
     described = app.openapi()["paths"]["/n/double"]["post"]
     assert described["security"] == [{"HTTPBearer": []}], "it still says how a key is shown"
     assert described["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].endswith("/Number")
+
+
+async def test_a_body_may_be_a_dataclass() -> None:
+    app = an_app(indexed=True)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as client:
+        word = {"x-word": "sesame"}
+        trebled = await client.post("/n/treble", json={"number": 4}, headers=word)
+        assert (trebled.status_code, trebled.json()) == (201, {"number": 12})
+        for wrong in ({"number": "x"}, {"number": 1, "more": 2}, {"number": -1}, [], {}):
+            assert (await client.post("/n/treble", json=wrong, headers=word)).status_code == 422, wrong
+    described = app.openapi()["paths"]["/n/treble"]["post"]["requestBody"]["content"]["application/json"]
+    assert described["schema"]["$ref"].endswith("/Plain")
 
 
 def by_header(word: str = Header()) -> None:
