@@ -58,6 +58,17 @@ class _Item:
     position: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class _Opening:
+    """A new group. `names`: keys of its sessions, where there are any."""
+
+    group_id: str
+    payloads: list[bytes]
+    names: list[str]
+    then: Callable[[], Any]
+    done: asyncio.Future[Any]
+
+
 class _Part:
     """A part of a partial answer. A stream writes one for every chunk, so it says no more than it has to."""
 
@@ -89,21 +100,26 @@ class Journal:
         self._release = redis.register_script(scripts.RELEASE)
         self._lengths: dict[str, int] = {}
         """Elements in the journal of each group that is held."""
-        self._queue: list[_Item | _Part] = []
+        self._queue: list[_Opening | _Item | _Part] = []
         self._wake = asyncio.Event()
 
-    async def open(self, began: records.GroupBegan, sessions: Sequence[records.SessionBegan]) -> None:
-        """Begin the journal of a new group and take hold of it. Raises DrainingError when another server has it."""
-        group_id, opening = began.group_id, [records.encode_record(began), *map(records.encode_record, sessions)]
-        names = keys_of_sessions(self._keys, group_id, (each.session_id for each in sessions))
-        try:
-            keys = [self._keys.owners, self._keys.journal(group_id), *names]
-            held = await self._open(keys=keys, args=[self.owner, group_id, *opening])
-        except RedisError as error:
-            raise _failed(error) from error
-        if not held:
-            raise _lost(group_id)
-        self._lengths[group_id] = len(opening)
+    def open(
+        self, began: records.GroupBegan, sessions: Sequence[records.SessionBegan], then: Callable[[], Any]
+    ) -> asyncio.Future[Any]:
+        """Begin the journal of a new group and take hold of it, then run `then`: what it returns is done after that.
+
+        It raises DrainingError when another server has the group, NotReadyError when Redis fails.
+        """
+        opening = _Opening(
+            began.group_id,
+            [records.encode_record(began), *map(records.encode_record, sessions)],
+            list(keys_of_sessions(self._keys, began.group_id, (each.session_id for each in sessions))),
+            then,
+            asyncio.get_running_loop().create_future(),
+        )
+        self._queue.append(opening)
+        self._wake.set()
+        return opening.done
 
     async def join(self, group_id: str, session: records.SessionBegan, then: Callable[[], T]) -> T:
         """A further sibling. Raises as `append` does."""
@@ -159,16 +175,40 @@ class Journal:
                 self._wake.clear()
             await self._write_all(batch)
 
-    async def _write_all(self, batch: list[_Item | _Part]) -> None:
+    async def _open_all(self, openings: list[_Opening]) -> None:
+        keys: list[str] = [self._keys.owners]
+        args: list[str | bytes | int] = [self.owner]
+        for opening in openings:
+            keys += [self._keys.journal(opening.group_id), *opening.names]
+            args += [opening.group_id, len(opening.names), len(opening.payloads), *opening.payloads]
+        try:
+            answers = await self._open(keys=keys, args=args)
+        except RedisError as error:
+            for opening in openings:
+                _fail(opening, _failed(error))
+            return
+        for opening, held in zip(openings, answers, strict=True):
+            if held:
+                self._lengths[opening.group_id] = len(opening.payloads)
+                _settle(opening)
+            else:
+                _fail(opening, _lost(opening.group_id))
+
+    async def _write_all(self, batch: list[_Opening | _Item | _Part]) -> None:
+        openings: list[_Opening] = []
         items: list[_Item] = []
         parts: list[_Part] = []
         for item in batch:
-            if item.group_id not in self._lengths:
+            if isinstance(item, _Opening):
+                openings.append(item)
+            elif item.group_id not in self._lengths:
                 _fail(item, _lost(item.group_id))
             elif isinstance(item, _Part):
                 parts.append(item)
             else:
                 items.append(item)
+        if openings:
+            await self._open_all(openings)
         held: list[_Item | _Part] = [*items, *parts]
         if not held:
             return
@@ -305,7 +345,7 @@ class Journal:
         self._on_lost(group_id, why)
 
 
-def _settle(item: _Item) -> None:
+def _settle(item: _Opening | _Item) -> None:
     try:
         result = item.then()
     except Exception as error:  # noqa: BLE001 - raised again in the waiting callers
@@ -316,7 +356,7 @@ def _settle(item: _Item) -> None:
         item.done.set_result(result)
 
 
-def _fail(item: _Item | _Part, error: RollmeshError) -> None:
+def _fail(item: _Opening | _Item | _Part, error: RollmeshError) -> None:
     if not item.done.done():
         item.done.set_exception(error)
 

@@ -49,21 +49,28 @@ return done
 """
 )
 
-# KEYS: owners, journal, then those of sessions. ARGV: owner, group, payloads. Takes hold of a new group.
+# KEYS: owners; for each group its journal, then keys of its sessions. ARGV: owner; for each group its id, how many keys of
+# sessions, how many payloads, and these. Takes hold of new groups; answers 1 for each that is its owner's now.
 OPEN = (
     BATCHES
     + """
-local owner = redis.call('HGET', KEYS[1], ARGV[2])
-if redis.call('EXISTS', KEYS[2]) == 1 then
-  if owner == ARGV[1] and redis.call('LINDEX', KEYS[2], 0) == ARGV[3] then return 1 end
-  return 0
+local answers, key, at = {}, 2, 2
+while at <= #ARGV do
+  local group, names, count, journal = ARGV[at], tonumber(ARGV[at+1]), tonumber(ARGV[at+2]), KEYS[key]
+  local ok = true
+  if redis.call('EXISTS', journal) == 1 then
+    ok = redis.call('HGET', KEYS[1], group) == ARGV[1] and redis.call('LINDEX', journal, 0) == ARGV[at+3]
+  else
+    local payloads = {}
+    for i = 1, count do payloads[i] = ARGV[at+2+i] end
+    redis.call('HSET', KEYS[1], group, ARGV[1])
+    batched('RPUSH', journal, payloads)
+    for i = key + 1, key + names do redis.call('SET', KEYS[i], group) end
+  end
+  answers[#answers+1] = ok and 1 or 0
+  key, at = key + 1 + names, at + 3 + count
 end
-local payloads = {}
-for i = 3, #ARGV do payloads[i - 2] = ARGV[i] end
-redis.call('HSET', KEYS[1], ARGV[2], ARGV[1])
-batched('RPUSH', KEYS[2], payloads)
-for i = 3, #KEYS do redis.call('SET', KEYS[i], ARGV[2]) end
-return 1
+return answers
 """
 )
 

@@ -104,7 +104,7 @@ class AdmissionGate:
     async def open(self, group_id: str, wait_s: float) -> int:
         """Open `group_id`; returns its ordinal.
 
-        Raises ConflictError when another server holds that group open, CapacityError when admission stays closed for
+        Raises ConflictError when that group was opened before, by any server, CapacityError when admission stays closed for
         `wait_s` seconds, ConcludedError when the run has concluded, NotReadyError when Redis fails or the server shuts
         down. A caller that is cancelled leaves no group open.
         """
@@ -214,8 +214,8 @@ class AdmissionGate:
                     self._orphans.append(waiter.group_id)
             elif answer.ordinal == admission_queue.RUN_CONCLUDED:
                 waiter.ordinal.set_exception(ConcludedError("the run has concluded", "no more groups are opened"))
-            elif answer.ordinal == admission_queue.HELD_ELSEWHERE:
-                what = f"another rollout server holds group {waiter.group_id}"
+            elif answer.ordinal == admission_queue.OPENED_BEFORE:
+                what = f"group {waiter.group_id} was opened before"
                 waiter.ordinal.set_exception(ConflictError(what, "open all siblings of a group on one server"))
             else:
                 waiter.ordinal.set_result(answer.ordinal)

@@ -73,7 +73,9 @@ class SessionOpener:
         async with self._locks.hold(group_id):
             if name is not None:
                 # Nearly every call is the first of its name: of such a group there is no journal, and no more to be asked.
-                if not self._registry.knows(group_id) and await self._journal.exists(group_id):
+                # Of one that is trained, admission asks that.
+                asks = call.purpose != "train" and not self._registry.knows(group_id)
+                if asks and await self._journal.exists(group_id):
                     await self._takeover.hold_group(group_id)
                 if self._registry.knows(group_id):
                     return self._found(group_id)
@@ -104,7 +106,7 @@ class SessionOpener:
                 first = replace(terms, sampling=limits.model_copy(update={"temperature": 0.0}))
             group.fill(terms, first)
             try:
-                await _shielded(self._begin(group))
+                await self._begin(group)
             except asyncio.CancelledError:
                 # The client does not know of it; a retry of the call finds it.
                 group.client_gone = True
@@ -166,11 +168,11 @@ class SessionOpener:
         group = Group(group_id, ordinal, call.group_size, call.env, call.purpose, idle_timeout_s)
         session = group.next_session(session_id, self._terms(call), fingerprint)
         group.add(session)
-        await _shielded(self._begin(group))
+        await self._begin(group)
         return session
 
     async def _admit(self, group_id: str, train: bool, wait_s: float) -> int | None:
-        """The group's ordinal; None where the group is known here now: another server had opened it, and is gone.
+        """The group's ordinal; None where the group is known here now: it was opened before, and its server is gone.
 
         Raises HeldElsewhereError where that server is alive, NotReadyError where it neither writes the group down nor gives
         its place back for a while: it may yet do so, so that the call must come again.
@@ -188,22 +190,33 @@ class SessionOpener:
                     return None
                 ends = time.monotonic() + _FOUND_WITHIN_S if ends is None else ends
                 if time.monotonic() >= ends:
-                    raise NotReadyError(f"{held.what} and has not written it down yet", "send the call again") from held
+                    what = f"another server opened group {group_id} and has not written it down yet"
+                    raise NotReadyError(what, "send the call again") from held
                 await asyncio.sleep(_POLL_S)
 
     async def _begin(self, group: Group) -> None:
-        """Write the group down, with the sessions that it has, and take it up; or give its place in the ledger back."""
+        """Write the group down, with the sessions that it has, and take it up; or give its place in the ledger back.
+
+        To the end even when cancelled: a group that is half written would have no owner.
+        """
         now = Now(time.time(), time.monotonic())
+        sessions = [began(session, now) for session in group.sessions.values()]
+        written = self._journal.open(group_began(group), sessions, lambda: self._registry.add(group))
         try:
-            await self._journal.open(group_began(group), [began(session, now) for session in group.sessions.values()])
+            await asyncio.shield(written)
+        except BaseException:
+            await _shielded(self._give_back_unless(written, group))
+            raise
+
+    async def _give_back_unless(self, written: asyncio.Future[None], group: Group) -> None:
+        try:
+            await written
         except RollmeshError:
             if group.purpose == "train":
                 try:
                     await self._ledger.close_group(group.group_id, dropped=True)
                 except RedisError as error:
                     _log.warning("a group without a journal stays open", group=group.group_id, error=str(error))
-            raise
-        self._registry.add(group)
 
     async def _join(self, group: Group, session_id: str, call: OpenSession, fingerprint: bytes) -> Session:
         wanted = (call.group_size, call.env, call.purpose)

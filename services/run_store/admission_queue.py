@@ -20,17 +20,18 @@ from services.run_store.keys import RunKeys
 
 ADMISSION_CLOSED = -1
 RUN_CONCLUDED = -2
-HELD_ELSEWHERE = -3
+OPENED_BEFORE = -3
+"""There is a journal of it, or another server is about to begin one."""
 
 LEASE_S = 2.0
 """A server asks for those who wait there several times a lease."""
 
-# KEYS: accounts, open groups, queue, leases of the queue. ARGV: the policy's three bounds, server, Unix seconds, lease in
-# ms, '1' where Redis holds too much; then group, when it was asked for, and whether it will be asked for again, for each
-# who asks.
+# KEYS: accounts, open groups, queue, leases of the queue; then the journal of each group that is asked for. ARGV: the
+# policy's three bounds, server, Unix seconds, lease in ms, '1' where Redis holds too much; then group, when it was asked
+# for, and whether it will be asked for again, for each who asks.
 #
 # A call repeated because its answer was lost on the way finds its groups open, and answers their ordinals again. A group
-# that another server holds open is not this one's to join.
+# that another server holds open is not this one's to join, nor is one that was written down: it is held, or has ended.
 _ADMIT = """
 local account = redis.call('HMGET', KEYS[1], 'opened_groups', 'dropped_groups', 'oldest_open', 'newest_limit',
   'skipped_groups', 'concluded')
@@ -66,7 +67,8 @@ local answers, before = {}, {}
 for i = 8, #ARGV, 3 do
   local name, answer, ahead = ARGV[i], -1, 0
   local known = redis.call('HGET', KEYS[2], name)
-  if known then
+  if redis.call('EXISTS', KEYS[5 + (i - 8) / 3]) == 1 then answer = -3
+  elseif known then
     local record = cjson.decode(known)
     answer = record[2] == ARGV[4] and record[1] or -3
   elseif concluded then answer = -2
@@ -136,7 +138,7 @@ class AdmissionAccount:
 
     def __init__(self, redis: Redis, run_id: str, *, lease_s: float = LEASE_S) -> None:
         self._redis = redis
-        keys = RunKeys(run_id)
+        self._run_keys = keys = RunKeys(run_id)
         self._queue = [keys.admission_queue, keys.admission_leases]
         self._keys = [keys.accounts, keys.open_groups, *self._queue]
         self._lease_ms = round(lease_s * 1000)
@@ -158,9 +160,10 @@ class AdmissionAccount:
         arguments: list[str | int] = [rules.limit(engine_version), rules.most_open, rules.window]
         arguments += [server_id, repr(time.time()), self._lease_ms]
         arguments.append("1" if store is not None and store.full else "0")
+        keys = [*self._keys, *(self._run_keys.journal(each.group_id) for each in asking)]
         for each in asking:
             arguments += [each.group_id, repr(each.asked_at), "1" if each.stays else "0"]
-        ordinals, ahead, counts, straggler = await self._admit(keys=self._keys, args=arguments)
+        ordinals, ahead, counts, straggler = await self._admit(keys=keys, args=arguments)
         opened, dropped, open_, oldest, skipped = (int(count) for count in counts)
         return Admitted(
             [Answer(int(ordinal), int(before)) for ordinal, before in zip(ordinals, ahead, strict=True)],

@@ -278,7 +278,7 @@ async def test_an_answer_of_another_version_of_the_api_says_so(kind: str) -> Non
         with pytest.raises(WireError, match="answered no SessionStatus"):
             await ask("heartbeat", "s1")
         server.will_answer((200, {"surprise": True}))
-        with pytest.raises(WireError, match="groups/g/finish answered what is not expected .*stream_ids"):
+        with pytest.raises(WireError, match=r"groups/g/finish answered what is not expected .*stream_ids"):
             await ask("finish_group", "g", FinishGroup(rewards=[]))
         server.will_answer((500, b"<html>a proxy's page</html>"))
         with pytest.raises(RollmeshError, match="no error of ours"):

@@ -64,7 +64,11 @@ class Server:
                 sampling=None,
                 opened_at=0.0,
             )
-            await self.journal.open(began, [session(name, at) for at, name in enumerate(self.members(group_id))])
+            sessions = [session(name, at) for at, name in enumerate(self.members(group_id))]
+            serving = asyncio.create_task(self.journal.run())
+            await self.journal.open(began, sessions, lambda: None)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
 
     def finished(self, group_id: str, without: Collection[str] = ()) -> GroupTrajectories:
         trajectories = [self.trajectory(group_id, member) for member in range(self.size)]

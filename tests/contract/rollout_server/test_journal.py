@@ -83,14 +83,14 @@ async def values(journal: Journal) -> list[float]:
 
 async def test_what_is_written_at_once_is_applied_in_the_journals_order(redis: Redis, run_id: str) -> None:
     async with writer(redis, run_id, "a") as one:
-        await one.journal.open(BEGAN, [])
+        await one.journal.open(BEGAN, [], lambda: None)
         await asyncio.gather(*(one.write(float(number)) for number in range(300)))
         assert await values(one.journal) == one.applied == [float(number) for number in range(300)]
 
 
 async def test_a_caller_that_goes_away_leaves_journal_and_state_alike(redis: Redis, run_id: str) -> None:
     async with writer(redis, run_id, "a") as one:
-        await one.journal.open(BEGAN, [])
+        await one.journal.open(BEGAN, [], lambda: None)
         calling = asyncio.create_task(one.write(1.0))
         await asyncio.sleep(0)
         calling.cancel()
@@ -101,7 +101,7 @@ async def test_a_caller_that_goes_away_leaves_journal_and_state_alike(redis: Red
 
 async def test_an_owner_that_was_taken_for_dead_can_write_nothing_more(redis: Redis, run_id: str) -> None:
     async with writer(redis, run_id, "a") as one, writer(redis, run_id, "b") as other:
-        await one.journal.open(BEGAN, [])
+        await one.journal.open(BEGAN, [], lambda: None)
         await one.write(1.0)
         records = await other.journal.claim("g", "a/1")
         assert records is not None and len(records) == 2
@@ -120,19 +120,36 @@ async def test_an_owner_that_was_taken_for_dead_can_write_nothing_more(redis: Re
 
 async def test_a_group_is_opened_by_one_server_only(redis: Redis, run_id: str) -> None:
     async with writer(redis, run_id, "a") as one, writer(redis, run_id, "b") as other:
-        await one.journal.open(BEGAN, [])
+        await one.journal.open(BEGAN, [], lambda: None)
         with pytest.raises(DrainingError):
-            await other.journal.open(BEGAN, [])
-        await one.journal.open(BEGAN, [])  # the same call, repeated because its answer was lost
+            await other.journal.open(BEGAN, [], lambda: None)
+        await one.journal.open(BEGAN, [], lambda: None)  # the same call, repeated because its answer was lost
         assert len(await one.journal.read("g")) == 1
         await one.journal.conclude("g", GroupEnded(stream_ids={}, cause=None), [])
         with pytest.raises(DrainingError):
-            await other.journal.open(BEGAN, [])
+            await other.journal.open(BEGAN, [], lambda: None)
+
+
+async def test_groups_that_are_opened_at_once_fail_alone(redis: Redis, run_id: str) -> None:
+    names = ["g0", "g1", "g2"]
+    began = [msgspec.structs.replace(BEGAN, group_id=name) for name in names]
+    taken: list[str] = []
+    async with writer(redis, run_id, "a") as one, writer(redis, run_id, "b") as other:
+        await other.journal.open(began[1], [], lambda: None)
+        openings = [one.journal.open(each, [], lambda name=each.group_id: taken.append(name)) for each in began]  # type: ignore[misc]
+        found = await asyncio.gather(*openings, return_exceptions=True)
+        assert [type(each) for each in found] == [type(None), DrainingError, type(None)]
+        assert taken == ["g0", "g2"], "what is opened is taken up, and nothing else"
+        for name in ("g0", "g2"):
+            assert await one.journal.owner_of(name) == "a/1"
+            await one.journal.append(name, reward(1.0), lambda: None)
+            assert len(await one.journal.read(name)) == 2
+        assert await one.journal.owner_of("g1") == "b/1"
 
 
 async def test_what_was_released_is_taken_by_the_first_that_asks(redis: Redis, run_id: str) -> None:
     async with writer(redis, run_id, "a") as one, writer(redis, run_id, "b") as other:
-        await one.journal.open(BEGAN, [])
+        await one.journal.open(BEGAN, [], lambda: None)
         await one.journal.release(["g"])
         assert await other.journal.owner_of("g") == RELEASED
         assert await other.journal.claim("g", RELEASED) is not None
@@ -157,7 +174,7 @@ class Flaky:
 
 async def test_a_lost_answer_is_told_and_the_journal_is_read_again(redis: Redis, run_id: str) -> None:
     async with writer(redis, run_id, "a") as one:
-        await one.journal.open(BEGAN, [])
+        await one.journal.open(BEGAN, [], lambda: None)
         one.journal._write = Flaky(one.journal._write)  # type: ignore[assignment]
         with pytest.raises(NotReadyError):
             await one.write(1.0)
@@ -171,7 +188,7 @@ async def test_a_lost_answer_is_told_and_the_journal_is_read_again(redis: Redis,
 
 async def test_a_script_that_the_client_repeats_appends_once(redis: Redis, run_id: str) -> None:
     async with writer(redis, run_id, "a") as one:
-        await one.journal.open(BEGAN, [])
+        await one.journal.open(BEGAN, [], lambda: None)
         script = one.journal._write
 
         async def twice(**arguments: object) -> object:
@@ -189,7 +206,7 @@ async def test_a_script_that_the_client_repeats_appends_once(redis: Redis, run_i
 
 async def test_an_answer_is_kept_for_a_while_and_its_partial_answer_is_not(redis: Redis, run_id: str) -> None:
     async with writer(redis, run_id, "a") as one:
-        await one.journal.open(BEGAN, [])
+        await one.journal.open(BEGAN, [], lambda: None)
         partial = one.journal.partial_key("s", "c")
         await one.journal.add_partial("g", partial, PartialHead("call", 7))
         await one.journal.append("g", reward(1.0), lambda: None, partial=partial, answer=("call", b"said"))
@@ -204,7 +221,7 @@ async def test_an_answer_is_kept_for_a_while_and_its_partial_answer_is_not(redis
 
 async def test_a_partial_answer_is_kept_for_an_hour_after_one_of_its_last_parts(redis: Redis, run_id: str) -> None:
     async with writer(redis, run_id, "a") as one:
-        await one.journal.open(BEGAN, [])
+        await one.journal.open(BEGAN, [], lambda: None)
         partial = one.journal.partial_key("s", "c")
         await one.journal.add_partial("g", partial, PartialHead("call", 7))
         assert 3000 < await redis.ttl(partial) <= 3600
@@ -219,7 +236,7 @@ async def test_records_and_parts_that_are_written_together_each_heed_their_group
 ) -> None:
     async with writer(redis, run_id, "a") as one, writer(redis, run_id, "b") as other:
         for group_id in ("g", "lost"):
-            await one.journal.open(msgspec.structs.replace(BEGAN, group_id=group_id), [])
+            await one.journal.open(msgspec.structs.replace(BEGAN, group_id=group_id), [], lambda: None)
         assert await other.journal.claim("lost", "a/1") is not None
         parts = [PartialPart(number, 0, 0, b"", b"", [], None) for number in (1, 2)]
         here, there = one.journal.partial_key("s", "c"), one.journal.partial_key("s", "d")
@@ -246,7 +263,7 @@ async def either(kind: str, redis: Redis, run_id: str) -> AsyncIterator[Journal 
         yield MemoryJournal()
         return
     async with writer(redis, run_id, "a") as one:
-        await one.journal.open(BEGAN, [])
+        await one.journal.open(BEGAN, [], lambda: None)
         yield one.journal
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -17,26 +18,52 @@ from rollout_server.sessions.group import GroupRegistry
 from services.policies.admission import AdmissionRules
 from services.run_store.client import connect
 from services.run_store.discovery import ServiceRegistry
+from services.run_store.keys import RunKeys
 from services.run_store.ledger import Ledger
 from services.run_store.status import WaitBoard
+from services.wire.errors import DrainingError
 from services.wire.rollout_api import OpenGroup, SamplingBody
 
 NAME = "0" * 32
 CALL = OpenGroup(task="running-sums", group_size=2, sampling=SamplingBody(max_tokens=4), purpose="evaluate")
 
 
-class SlowJournal(Journal):
-    """Writes a group's first lines only when it is told to."""
+class WatchedJournal(Journal):
+    """Says when it is asked to write a group's first lines."""
 
     def __init__(self, redis: Redis, run_id: str) -> None:
         super().__init__(redis, run_id, "s0@1", "s0", lambda group, error: None)
         self.asked = asyncio.Event()
-        self.told = asyncio.Event()
 
-    async def open(self, began: GroupBegan, sessions: Sequence[SessionBegan]) -> None:
+    def open(self, began: GroupBegan, sessions: Sequence[SessionBegan], then: Callable[[], Any]) -> asyncio.Future[Any]:
         self.asked.set()
-        await self.told.wait()
-        await super().open(began, sessions)
+        return super().open(began, sessions, then)
+
+
+class Opening:
+    """A server's part in the opening of groups. Its journal writes from `serve` on."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        self.journal, self.registry, self.ledger = WatchedJournal(redis, run_id), GroupRegistry(), Ledger(redis, run_id)
+        self.takeover = Takeover(self.registry, self.journal, self.ledger, ServiceRegistry(redis, run_id), "s0")
+        self.gate = AdmissionGate(
+            self.ledger,
+            WaitBoard(redis, run_id, "s0"),
+            server_id="s0",
+            rules=AdmissionRules(base_version=0, k=1, batch=4),
+            engine_version=lambda: 0,
+        )
+        self.opener = SessionOpener(self.registry, self.gate, self.ledger, self.journal, self.takeover, 60.0)
+        self.tasks = [asyncio.create_task(self.gate.run())]
+
+    def serve(self) -> None:
+        self.tasks.append(asyncio.create_task(self.journal.run()))
+
+    async def aclose(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.takeover.aclose()
 
 
 @pytest.fixture
@@ -46,28 +73,40 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
     await client.aclose()
 
 
-async def test_a_group_that_its_opener_left_is_there_for_the_same_call(redis: Redis, run_id: str) -> None:
-    journal, registry, ledger = SlowJournal(redis, run_id), GroupRegistry(), Ledger(redis, run_id)
-    takeover = Takeover(registry, journal, ledger, ServiceRegistry(redis, run_id), "s0")
-    gate = AdmissionGate(
-        ledger,
-        WaitBoard(redis, run_id, "s0"),
-        server_id="s0",
-        rules=AdmissionRules(base_version=0, k=1, batch=4),
-        engine_version=lambda: 0,
-    )
-    opener = SessionOpener(registry, gate, ledger, journal, takeover, 60.0)
-    try:
-        opening = asyncio.ensure_future(opener.open_group(CALL, NAME))
-        await journal.asked.wait()
+@pytest.fixture
+async def server(redis: Redis, run_id: str) -> AsyncIterator[Opening]:
+    opening = Opening(redis, run_id)
+    yield opening
+    await opening.aclose()
+
+
+async def test_a_group_that_its_opener_left_is_there_for_the_same_call(server: Opening) -> None:
+    opening = asyncio.ensure_future(server.opener.open_group(CALL, NAME))
+    await server.journal.asked.wait()
+    opening.cancel()
+    server.serve()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    (group,) = server.registry.all_open()
+    assert group.client_gone, "nobody heard of it: it must not stay open for its whole idle time"
+    assert len(await server.journal.read(group.group_id)) == 3, "the group and both sessions are written"
+    again = await server.opener.open_group(CALL, NAME)
+    assert again is group and not again.client_gone
+
+
+@pytest.mark.parametrize("left", [False, True])
+async def test_a_group_that_could_not_be_written_gives_its_place_back(
+    server: Opening, redis: Redis, run_id: str, left: bool
+) -> None:
+    """Also where its opener has left meanwhile."""
+    opening = asyncio.ensure_future(server.opener.open_group(CALL.model_copy(update={"purpose": "train"}), NAME))
+    await server.journal.asked.wait()
+    assert len(await server.ledger.open_groups()) == 1
+    if left:
         opening.cancel()
-        journal.told.set()
-        with pytest.raises(asyncio.CancelledError):
-            await opening
-        (group,) = registry.all_open()
-        assert group.client_gone, "nobody heard of it: it must not stay open for its whole idle time"
-        assert len(await journal.read(group.group_id)) == 3, "the group and both sessions are written"
-        again = await opener.open_group(CALL, NAME)
-        assert again is group and not again.client_gone
-    finally:
-        await takeover.aclose()
+    await redis.rpush(RunKeys(run_id).journal(f"g-{NAME}"), b"another server's")
+    server.serve()
+    with pytest.raises(asyncio.CancelledError if left else DrainingError):
+        await opening
+    assert await server.ledger.open_groups() == {}
+    assert server.registry.all_open() == []

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from redis.asyncio import Redis
 
 from services.policies.admission import Account, AdmissionRules, places
-from services.run_store.admission_queue import ADMISSION_CLOSED, HELD_ELSEWHERE, AdmissionAccount, Asking
+from services.run_store.admission_queue import ADMISSION_CLOSED, OPENED_BEFORE, AdmissionAccount, Asking
 from services.run_store.client import connect
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Ledger
@@ -170,7 +170,7 @@ async def test_a_server_that_is_behind_holds_no_place_that_it_could_not_use(redi
 async def test_a_lost_answer_is_given_again_and_to_nobody_else(redis: Redis, run_id: str) -> None:
     account = AdmissionAccount(redis, run_id)
     assert [await ask(account, "a", 1.0) for _ in range(2)] == [0, 0]
-    assert await ask(account, "a", 1.0, "s1") == HELD_ELSEWHERE
+    assert await ask(account, "a", 1.0, "s1") == OPENED_BEFORE
 
 
 class _Mesh(RuleBasedStateMachine):
@@ -315,3 +315,11 @@ def test_accounts_balance_whoever_opens_closes_drops_dies_and_takes_over(
     attributes: dict[str, Any] = {"runner": runner, "redis": redis, "run_ids": (f"{run_id}-{i}" for i in count())}
     mesh = type("Mesh", (_Mesh,), attributes)
     run_state_machine_as_test(mesh, settings=settings(examples(60), stateful_step_count=40))
+
+
+async def test_a_group_that_was_written_down_is_not_opened_again(redis: Redis, run_id: str) -> None:
+    account, keys = AdmissionAccount(redis, run_id), RunKeys(run_id)
+    await redis.rpush(keys.journal("ended"), b"its first record")
+    assert await ask(account, "ended", 1.0) == OPENED_BEFORE
+    assert not await redis.hexists(keys.open_groups, "ended")
+    assert await ask(account, "other", 2.0) == 0, "it took no place"
