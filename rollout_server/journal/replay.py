@@ -129,6 +129,7 @@ def apply_end(session: Session, record: records.SessionEnded) -> None:
     if session.end is None:
         session.capture.leave_out([session.capture.nodes[number] for number in record.left_out])
         session.conclude(record.state, record.stream_id, record.segments)
+        session.forget()
 
 
 def node_record(

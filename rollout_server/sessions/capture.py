@@ -100,8 +100,11 @@ class Capture:
 
         In place of what was said before.
         """
+        if not unseen:
+            self.left_out = frozenset()
+            return
         left_out: set[Node] = set()
-        for node in reversed(self.nodes) if unseen else ():  # what extends a node is newer than it
+        for node in reversed(self.nodes):  # what extends a node is newer than it
             if node in unseen and left_out.issuperset(node.children):
                 left_out.add(node)
         self.left_out = frozenset(left_out)
@@ -298,6 +301,7 @@ def _segment_along(nodes: Sequence[Node], number: int, positions: dict[Node, tup
     tokens, mask, logprobs = array("i"), bytearray(), array("f")
     spans: list[VersionSpan] = []
     kept: list[bytes] = []
+    masked = any(node.kept is not None for node in nodes)
     shared = False
     for node in nodes:
         tokens += node.prompt
@@ -315,7 +319,8 @@ def _segment_along(nodes: Sequence[Node], number: int, positions: dict[Node, tup
             _append_merged(spans, span.over(len(mask) + span.start, span.length))
         mask += b"\x01" * sampled
         logprobs += node.logprobs
-        kept += [b""] * sampled if node.kept is None else node.kept
+        if masked:
+            kept += [b""] * sampled if node.kept is None else node.kept
     if not spans:
         return None
     reason = "branch" if shared else nodes[0].break_reason or ("branch" if number else None)

@@ -12,7 +12,7 @@ a session is written in its group's journal first, and applied by `journal.repla
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -109,10 +109,14 @@ class Rewards:
 
     @property
     def total(self) -> float:
+        if self.session is not None and not self.calls:
+            return self.session.value
         return sum(reward.value for reward in self._all())
 
     @property
     def components(self) -> dict[str, float]:
+        if self.session is not None and not self.calls:
+            return dict(self.session.components)
         total: dict[str, float] = {}
         for reward in self._all():
             for name, value in reward.components.items():
@@ -230,10 +234,13 @@ class Session:
         if self.seconds_left() <= 0.0:
             raise SessionExpiredError(f"the deadline of session {self.session_id} has passed", "open another one")
 
-    def leave_out(self, undelivered: Iterable[str]) -> None:
+    def leave_out(self, undelivered: Collection[str]) -> None:
         """Answers that no agent got are no part of the trajectory: those to the calls `undelivered`, by a gateway's names,
         and those that this server gave to nobody. Who rewards an answer by its id has seen it."""
         memory = self.memory
+        if not memory.unseen and not undelivered:
+            self.capture.leave_out(())
+            return
         unseen = memory.unseen.union(*(memory.named.get(call, ()) for call in undelivered))
         rewarded = (memory.calls.get(call_id, ()) for call_id in self.rewards.calls)
         self.capture.leave_out(unseen.difference(*rewarded))
@@ -291,7 +298,7 @@ class Session:
             raise ConflictError(f"session {self.session_id} {what}", "wait for its answer")
 
     def conclude(self, state: SessionState, stream_id: str | None = None, segments: int = 0) -> SessionEnd:
-        """The end. What was captured is forgotten here; its trajectory, of so many segments, may be in the stream."""
+        """The end. Its trajectory, of so many segments, may be in the stream."""
         capture = self.capture
         self.end = SessionEnd(
             session_id=self.session_id,
@@ -309,8 +316,11 @@ class Session:
             finish_reason=self.finish_reason,
         )
         self.memory.cancel_answers(self.end.refuse())
-        self.capture, self.memory, self.rewards = Capture(), CompletionMemory(), Rewards()
         return self.end
+
+    def forget(self) -> None:
+        """What was captured: of a session that has ended in a group that is open, which may be so for long."""
+        self.capture, self.memory, self.rewards = Capture(), CompletionMemory(), Rewards()
 
     def touch(self) -> None:
         self.last_used = time.monotonic()

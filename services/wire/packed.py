@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +25,9 @@ KEPT_DTYPE = np.dtype("<u4")
 _EXPERT_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("|u1"), 2: np.dtype("<u2")}
 """By their size in bytes. The largest number says that a choice is not known."""
 
+_AS_PACKED = sys.byteorder == "little"
+"""Whether an array of C's `int` or `float` holds its elements as they are packed."""
+
 Int32Array = npt.NDArray[np.int32]
 UInt8Array = npt.NDArray[np.uint8]
 Float32Array = npt.NDArray[np.float32]
@@ -30,6 +35,8 @@ Float32Array = npt.NDArray[np.float32]
 
 def pack_tokens(token_ids: Sequence[int] | Int32Array) -> bytes:
     """Pack `n` token ids into `4 n` bytes. Raises OverflowError for an id outside int32."""
+    if isinstance(token_ids, array) and token_ids.typecode == "i" and _AS_PACKED:
+        return token_ids.tobytes()
     return np.asarray(token_ids, dtype=TOKEN_DTYPE).tobytes()
 
 
@@ -50,6 +57,8 @@ def unpack_mask(packed: bytes) -> UInt8Array:
 
 def pack_logprobs(logprobs: Sequence[float] | Float32Array) -> bytes:
     """Pack `n` natural-log probabilities into `4 n` bytes, rounded to float32."""
+    if isinstance(logprobs, array) and logprobs.typecode == "f" and _AS_PACKED:
+        return logprobs.tobytes()
     return np.asarray(logprobs, dtype=LOGPROB_DTYPE).tobytes()
 
 
