@@ -19,7 +19,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.types import Message, Scope
 
 from rollout_server.api.routes import ERRORS, Ready, RolloutRoute
-from rollout_server.api.streaming import EventStream
+from rollout_server.api.streaming import EventStream, LastChunk
 from rollout_server.sessions.access import Access
 from services.http.app import error_answer
 from services.http.route_index import respond
@@ -61,6 +61,7 @@ def joined_routes(access: Ready[Access], routes: Sequence[Any], handlers: Mappin
 
 class _Lines(EventStream):
     media_type = LINES
+    head_at_once = False
 
 
 def _read(body: bytes) -> list[JoinedCall]:
@@ -88,7 +89,7 @@ async def _answers(
             left -= len(lines)
             some = b"".join(lines)
             lines.clear()
-            yield some
+            yield some if left else LastChunk(some)
     finally:
         for task in tasks:
             task.cancel()

@@ -22,10 +22,16 @@ class BrokenOffError(Exception):
     """The stream ends here without its end: the gateway sees the connection close, and asks another server for the rest."""
 
 
+class LastChunk(bytes):
+    """After it nothing comes: it is sent together with the end of the answer."""
+
+
 class EventStream(Response):
     """Server-sent events from `events`, which is closed in any case, before this returns."""
 
     media_type = "text/event-stream"
+    head_at_once = True
+    """Whether the client hears that an answer has begun before there is anything of it."""
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"})
@@ -41,14 +47,25 @@ class EventStream(Response):
                 await self._events.aclose()
 
     async def _pump(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        begun = self.head_at_once
+        if begun:
+            await self._begin(send)
         try:
             async for chunk in self._events:
+                if not begun:
+                    begun = True
+                    await self._begin(send)
+                if isinstance(chunk, LastChunk):
+                    await send({"type": "http.response.body", "body": chunk, "more_body": False})
+                    return
                 if chunk:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except BrokenOffError:
             return  # the server closes the connection of an answer that was not completed
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _begin(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
 
 T = TypeVar("T")

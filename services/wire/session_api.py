@@ -33,7 +33,7 @@ class OpenSession(Body):
     env: str = Field(default="agent", min_length=1, max_length=200)
     """The environment's name: the trajectory's `task`."""
     purpose: Purpose = "train"
-    sampling_params: SamplingLimits = SamplingLimits()
+    sampling_params: SamplingLimits = Field(default_factory=SamplingLimits)
     """What is set here wins over what the agent's calls say; of two `max_tokens` the smaller wins."""
     deadline_s: float | None = Field(default=None, gt=0.0, le=7 * 86400.0)
     """Seconds from now until the session expires, whatever goes on in it."""

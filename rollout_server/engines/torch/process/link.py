@@ -188,6 +188,7 @@ class Link(asyncio.Protocol, Generic[MessageT]):
         self._on_message = on_message
         self._on_lost = on_lost
         self._unread = bytearray()
+        self._unsent: list[bytes] = []
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -211,14 +212,25 @@ class Link(asyncio.Protocol, Generic[MessageT]):
         self._on_lost()
 
     def send(self, message: object) -> None:
-        """Raises NotReadyError once the other end is gone."""
+        """Send it with what else is sent in this turn of the event loop: a system call costs more than a message does.
+
+        Raises NotReadyError once the other end is gone.
+        """
         if self._transport is None or self._transport.is_closing():
             raise NotReadyError("the engine's process is gone", "send the request to another server")
-        self._transport.write(encode_frame(message))
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(encode_frame(message))
 
     def close(self) -> None:
         if self._transport is not None:
+            self._flush()
             self._transport.close()
+
+    def _flush(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if unsent and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(b"".join(unsent))
 
 
 def read_first(read: Callable[[int], bytes], kind: type[MessageT]) -> MessageT:
