@@ -75,7 +75,7 @@ def take_turns(
     group_id: str, body: rollout_api.TakeTurns, within_s: float = rollout_api.TURN_LEAST_S
 ) -> Call[rollout_api.TurnsTaken]:
     path = f"{_group(group_id)}/turns"
-    return Call("POST", path, _plain_json(body), _TURNS_TAKEN, within_s, new_call_name())
+    return Call("POST", path, _plain_json(body), _TURNS_TAKEN, within_s, new_call_name(), joins=True)
 
 
 def finish_group(group_id: str, body: rollout_api.FinishGroup) -> Call[rollout_api.GroupFinished]:

@@ -4,9 +4,9 @@
     call ─┼─► the event loop's next turn ─► POST ─┼─► …
     call ─┘    └── a single one ─► sent alone    └── the request breaks ─► each that has none fails, and may be sent again
 
-A runner finishes and opens groups by the dozen when a batch is decoded or admission opens; a request of its own for each
-took a seventh of its CPU. The request is broken off when nobody waits for any of its calls. One that nobody waits for among
-others is carried out: a group that is opened so ends with its runner's lease, or its idle time.
+A runner opens groups by the dozen when admission opens, lets all of them take a turn, and finishes many when a batch is
+decoded; a request of its own for each took a seventh of its CPU. The request is broken off when nobody waits for any of its
+calls. Of one that nobody waits for among others the server is told.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import structlog
 
 from clients.rollout.calls import Call
 from services.wire.errors import UNDECODABLE, RollmeshError, WireError
-from services.wire.joined_calls import MOST_CALLS, JoinedAnswer, JoinedCall, JoinedCalls
+from services.wire.joined_calls import GIVEN_UP, MOST_CALLS, GivenUp, JoinedAnswer, JoinedCall, JoinedCalls
 
+MOST_BYTES = 64 << 10
+"""Of a call's body: a longer one is worth a request of its own."""
 _line = msgspec.json.Decoder(JoinedAnswer)
 _encoder = msgspec.json.Encoder()
+_log = structlog.get_logger()
 
 
 class NotJoinedError(RollmeshError):
@@ -44,10 +48,10 @@ class _Request:
     calls: list[_Waiting]
     task: asyncio.Task[None] | None = None
 
-    def end_if_deserted(self) -> None:
-        """Break it off where nobody waits for an answer any more."""
-        if self.task is not None and all(each.answer.done() for each in self.calls):
-            self.task.cancel()
+    @property
+    def deserted(self) -> bool:
+        """Whether nobody waits for an answer any more."""
+        return all(each.answer.done() for each in self.calls)
 
 
 Post = Callable[[bytes, float], AbstractAsyncContextManager[AsyncIterator[bytes]]]
@@ -66,10 +70,13 @@ class CallJoiner:
     off: bool = False
     _waiting: list[_Waiting] = field(default_factory=list)
     _requests: set[_Request] = field(default_factory=set)
+    _given_up: list[str] = field(default_factory=list)
+    """Names of calls that the service is to be told of."""
+    _telling: asyncio.Task[None] | None = None
 
     async def send(self, call: Call[Any]) -> bytes:
         """The body of the call's answer. Raises what it would raise if it were sent alone."""
-        if self.off or not call.joins:
+        if self.off or not call.joins or len(call.payload or b"") > MOST_BYTES:
             return await self.alone(call)
         loop = asyncio.get_running_loop()
         waiting = _Waiting(call, loop.create_future())
@@ -80,10 +87,10 @@ class CallJoiner:
             async with asyncio.timeout(call.timeout_s):
                 answer = await waiting.answer
         except TimeoutError as error:
-            self._left()
+            self._left(waiting, given_up=False)  # it may be sent again
             raise self.broken(f"no answer in {call.timeout_s:g} s") from error
         except asyncio.CancelledError:
-            self._left()
+            self._left(waiting, given_up=True)
             raise
         if answer is None:
             return await self.alone(call)
@@ -92,14 +99,36 @@ class CallJoiner:
         return bytes(answer.body)
 
     async def close(self) -> None:
+        self.off = True
         tasks = [request.task for request in self._requests if request.task is not None]
+        if self._telling is not None:
+            tasks.append(self._telling)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _left(self) -> None:
+    def _left(self, waiting: _Waiting, *, given_up: bool) -> None:
         for request in tuple(self._requests):
-            request.end_if_deserted()
+            if waiting not in request.calls:
+                continue
+            if request.deserted and request.task is not None:
+                request.task.cancel()
+            elif given_up and waiting.call.name is not None and not self.off:
+                self._given_up.append(waiting.call.name)
+                if self._telling is None:
+                    self._telling = asyncio.create_task(self._tell(), name="calls given up")
+
+    async def _tell(self) -> None:
+        """The service, of all that is given up."""
+        try:
+            while self._given_up:
+                names, self._given_up = self._given_up[:MOST_CALLS], self._given_up[MOST_CALLS:]
+                await self.alone(Call("POST", GIVEN_UP, _encoder.encode(GivenUp(names)), lambda _: None))
+        except RollmeshError as error:
+            self._given_up.clear()
+            _log.info("calls that were given up run to their end", why=str(error))
+        finally:
+            self._telling = None
 
     def _flush(self) -> None:
         """Send what was called for since the last turn."""

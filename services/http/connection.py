@@ -91,9 +91,10 @@ def seconds_left(elapsed_s: float, bounds: Bounds, *, head_done: bool, answered:
 
 
 class Caller:
-    """Who is at the other end of a connection. `known`: it has shown a key that is valid here; `gone`: it has closed it.
+    """Who is at the other end of a connection, or waits for one of several calls that came in one request.
 
-    `on_gone`: called then.
+    `known`: it has shown a key that is valid here. `gone`: it has closed the connection, or waits no more; `on_gone` is
+    called then.
     """
 
     __slots__ = ("gone", "known", "on_gone")
@@ -103,7 +104,7 @@ class Caller:
         self.on_gone: set[Callable[[], None]] = set()
 
     def left(self) -> None:
-        """The connection is closed."""
+        """The connection is closed, or nobody waits any more."""
         self.gone = True
         for each in tuple(self.on_gone):
             each()
@@ -113,6 +114,11 @@ def caller_of(scope: Scope) -> Caller:
     """The caller of a request; one that never leaves where another server than ours runs the application."""
     caller: Caller | None = scope.get("state", {}).get(_CALLER)
     return caller or Caller()
+
+
+def state_for(caller: Caller, scope: Scope) -> dict[str, Any]:
+    """The state of a request that came within the one of `scope`: `caller` waits for it."""
+    return {**scope.get("state", {}), _CALLER: caller}
 
 
 def caller_is_known(scope: Scope) -> None:

@@ -4,6 +4,7 @@
                                                                           {"number": 0, "status": 201, "body": {…}}
 
 Each is carried out as if it had been sent alone, by `POST`; its line is sent when it is answered, whatever the others do.
+Who gives up a call that was sent alone closes its connection. Of one among others it says so, `POST /calls/given-up`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Annotated
 import msgspec
 
 PATH = "/calls"
+GIVEN_UP = "/calls/given-up"
 MOST_CALLS = 64
 """In one request."""
 LINES = "application/x-ndjson"
@@ -28,6 +30,12 @@ class JoinedCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class JoinedCalls(msgspec.Struct, frozen=True):
     calls: Annotated[list[JoinedCall], msgspec.Meta(min_length=1, max_length=MOST_CALLS)]
+
+
+class GivenUp(msgspec.Struct, frozen=True):
+    """Nobody waits for the calls of these names any more, nor sends them again: what they still do is to be ended."""
+
+    names: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MOST_CALLS)]
 
 
 class JoinedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from clients.rollout.client import RolloutClient
-from services.wire.errors import CapacityError, NotFoundError, UsageError
+from services.wire.errors import CapacityError, ContextLengthError, NotFoundError, UsageError
 from services.wire.joined_calls import MOST_CALLS, PATH, JoinedAnswer
 from services.wire.rollout_api import FinishGroup, GroupOpened, OpenGroup, SamplingBody, SessionReward, TakeTurns, Turn
 from tests.contract.clients.test_client_calls import an_error, standing_in
@@ -44,18 +44,20 @@ async def opened(client: RolloutClient, count: int) -> list[GroupOpened]:
     return await asyncio.gather(*(client.open_group(OPENING) for _ in range(count)))
 
 
+def turns_of(group: GroupOpened) -> TakeTurns:
+    return TakeTurns(turns=[Turn(session_id=name, text="12=") for name in group.session_ids])
+
+
 async def played(client: RolloutClient, groups: Sequence[GroupOpened]) -> list[FinishGroup]:
-    """A turn in each session, and the rewards."""
-    for group in groups:
-        turns = [Turn(session_id=name, text="12=") for name in group.session_ids]
-        await client.take_turns(group.group_id, TakeTurns(turns=turns))
+    """A turn in each session, all at once, and the rewards."""
+    await asyncio.gather(*(client.take_turns(group.group_id, turns_of(group)) for group in groups))
     return [
         FinishGroup(rewards=[SessionReward(session_id=name, reward=1.0) for name in group.session_ids])
         for group in groups
     ]
 
 
-async def test_groups_are_opened_and_finished_in_one_request_each_with_its_own_end(host: Host) -> None:
+async def test_groups_are_opened_played_and_finished_in_one_request_each_with_its_own_end(host: Host) -> None:
     async with through(host) as (client, proxy):
         groups = await opened(client, 4)
         assert sorted(group.ordinal for group in groups) == [0, 1, 2, 3]
@@ -93,6 +95,48 @@ async def test_an_answer_does_not_wait_for_the_others(host: Host) -> None:
             return (report["admission_waiting"], report["open_groups"]) == (0, BATCH)
 
         await until(nobody_waits)
+
+
+@pytest.mark.parametrize("all_of_them", [False, True])
+async def test_a_turn_that_nobody_waits_for_generates_no_more(
+    redis_url: str, run_id: str, tiny_policy: Path, all_of_them: bool
+) -> None:
+    engine = ScriptedEngine(answer_length=2)
+    terms = small_batch(k=0, batch=BATCH)
+    async with hosting(engine, redis_url=redis_url, run_id=run_id, model=tiny_policy, settings=terms) as host:
+        async with RolloutClient(host.url) as client:
+            groups = await opened(client, 3)
+            await engine.pause("keep")
+            calls = [asyncio.create_task(client.take_turns(each.group_id, turns_of(each))) for each in groups]
+            await until(lambda: len(engine.requests) == 3)
+            given_up = calls if all_of_them else calls[:1]
+            for call in given_up:
+                call.cancel()
+            await asyncio.gather(*given_up, return_exceptions=True)
+            await until(lambda: engine.aborted_early == len(given_up))
+            await engine.resume()
+            taken = await asyncio.gather(*calls[len(given_up) :])
+            assert [len(each.results) for each in taken] == [2] * (3 - len(given_up)), "the others go on"
+            # Their sessions are free again, and hold nothing of what was given up.
+            again = await client.take_turns(groups[0].group_id, turns_of(groups[0]))
+            await client.finish_group(
+                groups[0].group_id,
+                FinishGroup(rewards=[SessionReward(session_id=each.session_id, reward=1.0) for each in again.results]),
+            )
+            assert [each.sampled_tokens() for each in await host.published()] == [3, 3]
+
+
+async def test_a_long_body_goes_alone(host: Host) -> None:
+    async with through(host) as (client, proxy):
+        groups = await opened(client, 2)
+        long = TakeTurns(turns=[Turn(session_id=groups[0].session_ids[0], text="1" * (64 << 10))])
+        ends = await asyncio.gather(
+            client.take_turns(groups[0].group_id, long),
+            client.take_turns(groups[1].group_id, turns_of(groups[1])),
+            return_exceptions=True,
+        )
+        assert isinstance(ends[0], ContextLengthError), ends[0]
+        assert proxy.connections == 2
 
 
 async def test_what_is_refused_is_refused_by_its_own_error(host: Host) -> None:
@@ -141,7 +185,8 @@ async def test_a_service_that_knows_no_joined_calls_gets_each_alone() -> None:
     [
         ([{"path": "/admin/drain", "body": {}}], 404),
         ([{"path": "/groups/../admin/drain", "body": {}}], 404),
-        ([{"path": "/groups/g/turns", "body": {}}], 404),
+        ([{"path": "/groups/g/turn", "body": {}}], 404),
+        ([{"path": "/groups/g/turns", "body": {}}], 422),
         ([{"path": "/groups", "body": {"task": 3}}], 422),
         ([{"path": "/groups", "body": {}, "name": "short"}], 422),
     ],

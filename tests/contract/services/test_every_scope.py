@@ -71,6 +71,7 @@ ROLLOUT: Scopes = PROBES | {
     "POST /groups/{group_id}/turns": AGENT,
     "POST /groups/{group_id}/finish": AGENT,
     "POST /calls": AGENT,
+    "POST /calls/given-up": AGENT,
     "GET /groups/{group_id}": AGENT,
     "POST /runners": AGENT,
     "POST /runners/heartbeat": AGENT,
@@ -139,6 +140,7 @@ BODIES: dict[str, Any] = {
     "/groups/{group_id}/turns": {"turns": [{"session_id": "s", "text": "t"}]},
     "/groups/{group_id}/finish": {"rewards": []},
     "/calls": {"calls": [{"path": "/groups/g/finish", "body": {"rewards": []}}]},
+    "/calls/given-up": {"names": ["0" * 32]},
     **{f"/runners{verb}": {"name": "r", "incarnation": "0000aaaa"} for verb in ("", "/heartbeat", "/leave")},
     "/evaluations": {
         **dict.fromkeys(("due", "first_version", "last_version"), 1),
