@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -24,15 +25,15 @@ from clients.rollout.calls import Call
 from services.wire.errors import UNDECODABLE, RollmeshError, WireError
 from services.wire.joined_calls import GIVEN_UP, MOST_CALLS, GivenUp, JoinedAnswer, JoinedCall, JoinedCalls
 
-MOST_BYTES = 64 << 10
-"""Of a call's body: a longer one is worth a request of its own."""
+MOST_BYTES = 256 << 10
+"""Of the bodies of joined calls; a longer one goes alone."""
 _line = msgspec.json.Decoder(JoinedAnswer)
 _encoder = msgspec.json.Encoder()
 _log = structlog.get_logger()
 
 
 class NotJoinedError(RollmeshError):
-    """The service takes no joined calls: one that does not know them, such as a gateway."""
+    """The service takes no joined calls: an older one, which does not know them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -76,7 +77,7 @@ class CallJoiner:
 
     async def send(self, call: Call[Any]) -> bytes:
         """The body of the call's answer. Raises what it would raise if it were sent alone."""
-        if self.off or not call.joins or len(call.payload or b"") > MOST_BYTES:
+        if self.off or not call.joins:
             return await self.alone(call)
         loop = asyncio.get_running_loop()
         waiting = _Waiting(call, loop.create_future())
@@ -133,8 +134,9 @@ class CallJoiner:
     def _flush(self) -> None:
         """Send what was called for since the last turn."""
         waiting, self._waiting = [each for each in self._waiting if not each.answer.done()], []
-        for at in range(0, len(waiting), MOST_CALLS):
-            calls = waiting[at : at + MOST_CALLS]
+        while waiting:
+            count = _fitting(waiting)
+            calls, waiting = waiting[:count], waiting[count:]
             if len(calls) == 1:
                 calls[0].answer.set_result(None)
                 continue
@@ -159,6 +161,12 @@ class CallJoiner:
             raise
         finally:
             self._requests.discard(request)
+
+
+def _fitting(waiting: Sequence[_Waiting]) -> int:
+    """How many of them go in one request, from the first on."""
+    nbytes = accumulate(len(each.call.payload or b"") for each in waiting[:MOST_CALLS])
+    return max(1, sum(each <= MOST_BYTES for each in nbytes))
 
 
 def _joined(call: Call[Any]) -> JoinedCall:

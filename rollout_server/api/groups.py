@@ -11,7 +11,6 @@ from fastapi import APIRouter, Request, Response
 
 from rollout_server.api.request_names import call_name, name_version
 from rollout_server.api.routes import ERRORS, Ready, RolloutRoute, checked
-from rollout_server.api.streaming import ClientGoneError, while_connected
 from rollout_server.completions.resumable import Progress
 from rollout_server.completions.turns import TurnTaker, delivered
 from rollout_server.engines.base import Engine
@@ -24,6 +23,7 @@ from rollout_server.sessions.access import Access
 from rollout_server.sessions.group import GroupRegistry
 from services.http.struct_answer import struct_answer
 from services.http.typed_route import answer
+from services.http.while_connected import ClientGoneError, while_connected
 from services.policies.training.deadlines import answered_within
 from services.run_store.ledger import Ledger
 from services.run_store.status import EvaluationStore

@@ -13,7 +13,6 @@ from fastapi import APIRouter, Request, Response
 from rollout_server.api.request_names import call_name, name_session
 from rollout_server.api.routes import ERRORS, Ready, checked
 from rollout_server.api.stateless_generate import GENERATE_ANSWERS, generate_stateless
-from rollout_server.api.streaming import BrokenOffError, EventStream, while_connected
 from rollout_server.completions.base import AnswerContext, AnswerService, new_call_id
 from rollout_server.completions.resumable import UntilAccepting
 from rollout_server.completions.service import CompletionServices
@@ -24,7 +23,9 @@ from rollout_server.sessions.group import GroupRegistry
 from rollout_server.sessions.responses import Answer, Answers, RequestKey
 from rollout_server.sessions.session import Session
 from services.http.app import error_event
+from services.http.streaming import BrokenOffError, EventStream, LastChunk
 from services.http.typed_route import answer
+from services.http.while_connected import while_connected
 from services.wire.errors import NotReadyError, RollmeshError, UnauthenticatedError, UsageError
 from services.wire.openai_api import ChatCall, ChatCompletion, Completion, CompletionCall
 from services.wire.vllm_api import GenerateCall, ModelCard, ModelList
@@ -175,7 +176,8 @@ async def _events(answers: Answers, found: Answer, patience_s: float, *, named: 
     with answers.listening(found, patience_s):
         try:
             async for chunk in found.stream():
-                yield chunk
+                # What is there of an answer that has ended is all of it.
+                yield LastChunk(chunk) if found.ended and found.error is None else chunk
                 if not found.delivered:
                     found.deliver()
         except RollmeshError as error:

@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request, Response
 
 from rollout_server.api.request_names import call_name, name_version
 from rollout_server.api.routes import ERRORS, Ready, RolloutRoute
-from rollout_server.api.streaming import while_connected
 from rollout_server.engines.base import Engine
 from rollout_server.lifecycle.finish import Finisher
 from rollout_server.lifecycle.open import SessionOpener
@@ -18,6 +17,7 @@ from rollout_server.sessions.access import Access
 from rollout_server.sessions.group import GroupRegistry
 from rollout_server.sessions.session import Session, SessionEnd
 from services.http.typed_route import answer
+from services.http.while_connected import while_connected
 from services.wire.errors import NotFoundError, UsageError
 from services.wire.gateway_api import BASE_URL_HEADER
 from services.wire.session_api import (

@@ -11,12 +11,13 @@ from typing import Any, cast
 from fastapi import Request, Response
 
 from rollout_server.api.routes import ERRORS
-from rollout_server.api.streaming import EventStream, while_connected
 from rollout_server.completions.resumable import UntilAccepting
 from rollout_server.completions.scoring import score
 from rollout_server.completions.tokens import AnswerFields, StreamEncoder, encode_answer, full_answer, to_request
 from rollout_server.engines.base import Engine, EngineCrashedError, GenerationDelta, collect
+from services.http.streaming import EventStream, LastChunk
 from services.http.struct_answer import schema_of
+from services.http.while_connected import while_connected
 from services.wire.errors import RollmeshError
 from services.wire.vllm_api import GenerateAnswer, GenerateCall
 
@@ -83,4 +84,4 @@ async def _events(
                 on_crash(error)
             yield encoder.failure(error)
             return
-        yield encoder.end()
+        yield LastChunk(encoder.end())

@@ -29,7 +29,7 @@ from services.wire.errors import UNDECODABLE, WireError
 from services.wire.gateway_api import BASE_URL_HEADER, CALL_HEADER
 
 GENERATE = "/inference/v1/generate"
-_ROOTS = frozenset(("sessions", "groups", "runners", "evaluations", "v1", "trajectories"))
+_ROOTS = frozenset(("sessions", "groups", "calls", "runners", "evaluations", "v1", "trajectories"))
 # Hop-by-hop headers (RFC 9110, 7.6.1), and those that are written anew for each hop.
 _OF_THE_REQUEST = {
     *b"connection keep-alive proxy-connection proxy-authorization te trailer transfer-encoding upgrade".split(),

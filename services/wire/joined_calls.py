@@ -9,15 +9,19 @@ Who gives up a call that was sent alone closes its connection. Of one among othe
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import msgspec
 
 PATH = "/calls"
 GIVEN_UP = "/calls/given-up"
+JOINED = ("/groups", "/groups/{group_id}/turns", "/groups/{group_id}/finish")
+"""Paths that may be called so."""
 MOST_CALLS = 64
 """In one request."""
 LINES = "application/x-ndjson"
+_JOINED = re.compile("|".join(re.sub(r"\{\w+\}", "[^/]+", path) for path in JOINED))
 
 
 class JoinedCall(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -45,3 +49,8 @@ class JoinedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     status: int
     body: msgspec.Raw
     retry_after: str | None = None
+
+
+def may_be_joined(path: str) -> bool:
+    """Whether an encoded path is one of JOINED."""
+    return _JOINED.fullmatch(path) is not None

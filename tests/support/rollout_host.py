@@ -42,6 +42,7 @@ class Host:
     ledger: Ledger
     run_id: str
     stop: Stop
+    redis_url: str
 
     async def report(self) -> dict[str, Any]:
         """`GET /engine`."""
@@ -121,7 +122,7 @@ async def hosting(
     try:
         async with httpx.AsyncClient(base_url=url, timeout=20.0, verify=_context(tls.trust)) as http:
             await until_ready(http, serving)
-            yield Host(http, url, redis, Ledger(redis, run_id), run_id, stop)
+            yield Host(http, url, redis, Ledger(redis, run_id), run_id, stop, redis_url)
     finally:
         server.should_exit = True
         await serving

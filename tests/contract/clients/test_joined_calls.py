@@ -17,6 +17,7 @@ from services.wire.joined_calls import MOST_CALLS, PATH, JoinedAnswer
 from services.wire.rollout_api import FinishGroup, GroupOpened, OpenGroup, SamplingBody, SessionReward, TakeTurns, Turn
 from tests.contract.clients.test_client_calls import an_error, standing_in
 from tests.support.flaky_proxy import Failure, FlakyProxy, flaky_proxy
+from tests.support.gateway_host import gateway
 from tests.support.rollout_host import Host, hosting, small_batch
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.until import until
@@ -33,9 +34,29 @@ async def host(redis_url: str, run_id: str, tiny_policy: Path) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def through(host: Host, *failures: Failure) -> AsyncIterator[tuple[RolloutClient, FlakyProxy]]:
+async def behind(host: Host, way: str) -> AsyncIterator[str]:
+    """Where runners call the server: at itself, or at a gateway before it."""
+    if way == "alone":
+        yield host.url
+        return
+    async with gateway(host.redis_url, host.run_id) as front:
+        await front.until_known(s0="serving")
+        yield front.url
+
+
+ways = pytest.mark.parametrize("way", ["alone", "gateway"])
+
+
+@asynccontextmanager
+async def through(
+    host: Host, *failures: Failure, way: str = "alone"
+) -> AsyncIterator[tuple[RolloutClient, FlakyProxy]]:
     """A client, and how many connections it takes: a call alone has one of its own while it lasts."""
-    async with flaky_proxy(host.url) as proxy, RolloutClient(proxy.url, patience_s=5.0) as client:
+    async with (
+        behind(host, way) as url,
+        flaky_proxy(url) as proxy,
+        RolloutClient(proxy.url, patience_s=5.0) as client,
+    ):
         proxy.fail(*failures)
         yield client, proxy
 
@@ -57,8 +78,9 @@ async def played(client: RolloutClient, groups: Sequence[GroupOpened]) -> list[F
     ]
 
 
-async def test_groups_are_opened_played_and_finished_in_one_request_each_with_its_own_end(host: Host) -> None:
-    async with through(host) as (client, proxy):
+@ways
+async def test_groups_are_opened_played_and_finished_in_one_request_each_with_its_own_end(host: Host, way: str) -> None:
+    async with through(host, way=way) as (client, proxy):
         groups = await opened(client, 4)
         assert sorted(group.ordinal for group in groups) == [0, 1, 2, 3]
         rewards = await played(client, groups)
@@ -97,14 +119,15 @@ async def test_an_answer_does_not_wait_for_the_others(host: Host) -> None:
         await until(nobody_waits)
 
 
+@ways
 @pytest.mark.parametrize("all_of_them", [False, True])
 async def test_a_turn_that_nobody_waits_for_generates_no_more(
-    redis_url: str, run_id: str, tiny_policy: Path, all_of_them: bool
+    redis_url: str, run_id: str, tiny_policy: Path, all_of_them: bool, way: str
 ) -> None:
     engine = ScriptedEngine(answer_length=2)
     terms = small_batch(k=0, batch=BATCH)
     async with hosting(engine, redis_url=redis_url, run_id=run_id, model=tiny_policy, settings=terms) as host:
-        async with RolloutClient(host.url) as client:
+        async with behind(host, way) as url, RolloutClient(url) as client:
             groups = await opened(client, 3)
             await engine.pause("keep")
             calls = [asyncio.create_task(client.take_turns(each.group_id, turns_of(each))) for each in groups]
@@ -129,7 +152,7 @@ async def test_a_turn_that_nobody_waits_for_generates_no_more(
 async def test_a_long_body_goes_alone(host: Host) -> None:
     async with through(host) as (client, proxy):
         groups = await opened(client, 2)
-        long = TakeTurns(turns=[Turn(session_id=groups[0].session_ids[0], text="1" * (64 << 10))])
+        long = TakeTurns(turns=[Turn(session_id=groups[0].session_ids[0], text="1" * (256 << 10))])
         ends = await asyncio.gather(
             client.take_turns(groups[0].group_id, long),
             client.take_turns(groups[1].group_id, turns_of(groups[1])),
@@ -139,17 +162,21 @@ async def test_a_long_body_goes_alone(host: Host) -> None:
         assert proxy.connections == 2
 
 
-async def test_what_is_refused_is_refused_by_its_own_error(host: Host) -> None:
-    async with RolloutClient(host.url, patience_s=0.0) as client:
+@ways
+async def test_what_is_refused_is_refused_by_its_own_error(host: Host, way: str) -> None:
+    async with behind(host, way) as url, RolloutClient(url, patience_s=0.0) as client:
         ends = await asyncio.gather(*(client.open_group(OPENING) for _ in range(BATCH + 1)), return_exceptions=True)
     refused = [end for end in ends if isinstance(end, BaseException)]
     assert [type(end) for end in refused] == [CapacityError]
     assert isinstance(refused[0], CapacityError) and refused[0].retry_after_s > 0
 
 
+@ways
 @pytest.mark.parametrize("failure", ["drop", "lose", "half"])
-async def test_calls_whose_request_breaks_are_sent_again_and_take_effect_once(host: Host, failure: Failure) -> None:
-    async with through(host, failure) as (client, _):
+async def test_calls_whose_request_breaks_are_sent_again_and_take_effect_once(
+    host: Host, failure: Failure, way: str
+) -> None:
+    async with through(host, failure, way=way) as (client, _):
         groups = await opened(client, 3)
         assert len({group.group_id for group in groups}) == 3
 
@@ -157,6 +184,29 @@ async def test_calls_whose_request_breaks_are_sent_again_and_take_effect_once(ho
             return set(await host.ledger.open_groups()) == {group.group_id for group in groups}
 
         await until(only_they_are_open)
+
+
+async def test_a_gateway_sends_each_call_to_its_own_server(redis_url: str, run_id: str, tiny_policy: Path) -> None:
+    """Two servers, one of which drains after the turns: what it held is finished at the other."""
+    engines, settings = [ScriptedEngine(answer_length=2) for _ in "ab"], small_batch(k=0, batch=BATCH)
+    mesh: dict[str, Any] = {"redis_url": redis_url, "run_id": run_id, "model": tiny_policy, "settings": settings}
+    async with (
+        hosting(engines[0], **mesh, server_id="s0") as first,
+        hosting(engines[1], **mesh, server_id="s1"),
+        gateway(redis_url, run_id, failover_timeout_s=15.0) as front,
+        flaky_proxy(front.url) as proxy,
+        RolloutClient(proxy.url) as client,
+    ):
+        await front.until_known(s0="serving", s1="serving")
+        groups = await opened(client, BATCH)
+        rewards = await played(client, groups)
+        assert all(engine.requests for engine in engines), "both servers hold some of the groups"
+        assert (await first.http.post("/admin/drain")).status_code == 202
+        ends = await asyncio.gather(
+            *(client.finish_group(group.group_id, each) for group, each in zip(groups, rewards, strict=True))
+        )
+        assert proxy.connections == 1
+        assert [sorted(end.stream_ids) for end in ends] == [sorted(group.session_ids) for group in groups]
 
 
 async def test_more_than_fit_go_in_several_requests(redis_url: str, run_id: str, tiny_policy: Path) -> None:
@@ -191,15 +241,19 @@ async def test_a_service_that_knows_no_joined_calls_gets_each_alone() -> None:
         ([{"path": "/groups", "body": {}, "name": "short"}], 422),
     ],
 )
-async def test_other_calls_are_not_taken(host: Host, calls: list[dict[str, Any]], status: int) -> None:
-    answer = await host.http.post(PATH, json={"calls": calls})
+@ways
+async def test_other_calls_are_not_taken(host: Host, calls: list[dict[str, Any]], status: int, way: str) -> None:
+    async with behind(host, way) as url:
+        answer = await host.http.post(f"{url}{PATH}", json={"calls": calls})
     lines = [msgspec.json.decode(line, type=JoinedAnswer) for line in answer.content.splitlines()]
     assert (answer.status_code, [(line.number, line.status) for line in lines]) == (200, [(0, status)])
 
 
-@pytest.mark.parametrize("count", [0, MOST_CALLS + 1])
-async def test_a_request_holds_a_number_of_calls_that_is_bounded(host: Host, count: int) -> None:
-    answer = await host.http.post(PATH, json={"calls": [{"path": "/groups", "body": {}}] * count})
-    assert answer.status_code == 422
-    plain = await host.http.post(PATH, content=b'{"calls": []}', headers={"content-type": "text/plain"})
-    assert plain.status_code == 422
+@ways
+async def test_a_request_holds_a_number_of_calls_that_is_bounded(host: Host, way: str) -> None:
+    async with behind(host, way) as url:
+        for count in (0, MOST_CALLS + 1):
+            answer = await host.http.post(f"{url}{PATH}", json={"calls": [{"path": "/groups", "body": {}}] * count})
+            assert answer.status_code == 422
+        plain = await host.http.post(f"{url}{PATH}", content=b'{"calls": []}', headers={"content-type": "text/plain"})
+        assert plain.status_code == 422

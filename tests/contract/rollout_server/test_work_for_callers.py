@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from rollout_server.api.streaming import ClientGoneError, EventStream, while_connected
 from services.http.app import make_app
+from services.http.streaming import EventStream
+from services.http.while_connected import ClientGoneError, while_connected
 from services.wire.errors import DeadlineError
 from tests.support.raw_http import connected, head
 from tests.support.served_app import served
