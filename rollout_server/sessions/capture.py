@@ -93,6 +93,8 @@ class Capture:
     @property
     def trained(self) -> int:
         """Tokens sampled so far that are in a segment."""
+        if not self.left_out:
+            return self.sampled
         return self.sampled - sum(len(node.sampled) for node in self.left_out)
 
     def leave_out(self, unseen: Collection[Node]) -> None:

@@ -71,9 +71,14 @@ class CompletionMemory:
     def answers(self) -> Answers:
         return Answers()
 
+    @property
+    def has_answers(self) -> bool:
+        """Whether any call ever asked for one."""
+        return "answers" in self.__dict__
+
     def cancel_answers(self, why: RollmeshError) -> None:
         """Those that are being generated."""
-        if "answers" in self.__dict__:
+        if self.has_answers:
             self.answers.cancel_all(why)
 
     def rename(self, call: str, name: str) -> None:
@@ -315,7 +320,8 @@ class Session:
             ended_at=time.monotonic(),
             finish_reason=self.finish_reason,
         )
-        self.memory.cancel_answers(self.end.refuse())
+        if self.memory.has_answers:
+            self.memory.cancel_answers(self.end.refuse())
         return self.end
 
     def forget(self) -> None:
