@@ -176,7 +176,7 @@ def test_layers_that_stay_collected_are_planned(machine: Machine, overrides: lis
 
 @pytest.mark.parametrize(
     ("overrides", "models"),
-    [([], 1), (["trainer.advantage.estimator=gae", "trainer.loss.kl=0.1"], 3)],
+    [([], 1), pytest.param(["trainer.advantage.estimator=gae", "trainer.loss.kl=0.1"], 3, marks=pytest.mark.slow)],
     ids=["policy", "critic and reference"],
 )
 def test_what_ranks_of_one_machine_exchange_through_is_planned(overrides: list[str], models: int) -> None:
@@ -191,7 +191,11 @@ def test_what_ranks_of_one_machine_exchange_through_is_planned(overrides: list[s
     )
 
 
-@pytest.mark.parametrize(("context", "tied"), [(1, False), (2, True)], ids=["tensor", "tensor and context"])
+@pytest.mark.parametrize(
+    ("context", "tied"),
+    [(1, False), pytest.param(2, True, marks=pytest.mark.slow)],
+    ids=["tensor", "tensor and context"],
+)
 def test_tensor_and_context_ranks_are_planned(context: int, tied: bool) -> None:
     overrides = ["trainer.parallel.tensor=2", f"trainer.parallel.context={context}"]
     case = Case("ranks", sized(128, 2, (4, 2, 32), 384, 2048, tied=tied), [TOKENS, *overrides], 2 * context)

@@ -113,7 +113,12 @@ READERS: Mapping[str, Callable[[Path], list[tuple[int, float]]]] = {
 @pytest.mark.parametrize(
     "backend",
     # MLflow takes ten seconds to make its tables.
-    ["tensorboard", "wandb", "trackio", pytest.param("mlflow", marks=pytest.mark.slow)],
+    [
+        "tensorboard",
+        "wandb",
+        pytest.param("trackio", marks=pytest.mark.slow),
+        pytest.param("mlflow", marks=pytest.mark.slow),
+    ],
 )
 def test_every_step_is_there_once_after_a_kill_in_the_middle(run: RunFolder, backend: str) -> None:
     if find_spec(backend) is None:

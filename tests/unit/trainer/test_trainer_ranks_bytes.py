@@ -72,7 +72,11 @@ def test_a_checkpoint_of_four_ranks_is_read_by_two_and_by_one(rank_pool: RankPoo
     assert rank_pool.run(2, restored, {"data": 2}, "Qwen3", str(tmp_path / "one"), run_id) == [wanted] * 2
 
 
-@pytest.mark.parametrize("layout", [{"data": 2}, {"context": 2}, {"tensor": 2}, {"replicate": 2, "data": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [{"data": 2}, {"context": 2}, {"tensor": 2}, pytest.param({"replicate": 2, "data": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_ranks_with_adapters_publish_checkpoint_and_export_what_one_process_does(
     rank_pool: RankPool, layout: dict[str, int], tmp_path: Path, run_id: str
 ) -> None:
