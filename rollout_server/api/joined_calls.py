@@ -16,7 +16,7 @@ from services.http.joined_calls import CallsInOne, Lines, read_given_up, read_jo
 from services.http.route_index import respond
 from services.http.struct_answer import schema_of
 from services.wire.errors import NotFoundError
-from services.wire.joined_calls import GIVEN_UP, JOINED, LINES, PATH, GivenUp, JoinedCall, JoinedCalls
+from services.wire.joined_calls import GIVEN_UP, JOINED, LINES, PATH, GivenUp, JoinedCall, JoinedCalls, may_be_joined
 
 
 def joined_routes(access: Ready[Access], routes: Sequence[Any], handlers: Mapping[Any, Any]) -> APIRouter:
@@ -63,8 +63,7 @@ def _taking(body: type[Any]) -> dict[str, Any]:
 
 
 def _find(routes: Sequence[RolloutRoute], path: str) -> tuple[RolloutRoute, dict[str, str]]:
-    path = unquote(path)
-    for route in routes:
-        if (match := route.path_regex.fullmatch(path)) is not None:
+    for route in routes if may_be_joined(path) else ():
+        if (match := route.path_regex.fullmatch(unquote(path))) is not None:
             return route, match.groupdict()
     raise NotFoundError(f"{path!r} is no path that {PATH} takes", f"it takes {' and '.join(JOINED)}")

@@ -195,20 +195,19 @@ class Journal:
                 _fail(opening, _lost(opening.group_id))
 
     async def _write_all(self, batch: list[_Opening | _Item | _Part]) -> None:
-        openings: list[_Opening] = []
+        if openings := [item for item in batch if isinstance(item, _Opening)]:
+            await self._open_all(openings)
         items: list[_Item] = []
         parts: list[_Part] = []
         for item in batch:
             if isinstance(item, _Opening):
-                openings.append(item)
-            elif item.group_id not in self._lengths:
+                continue
+            if item.group_id not in self._lengths:
                 _fail(item, _lost(item.group_id))
             elif isinstance(item, _Part):
                 parts.append(item)
             else:
                 items.append(item)
-        if openings:
-            await self._open_all(openings)
         held: list[_Item | _Part] = [*items, *parts]
         if not held:
             return

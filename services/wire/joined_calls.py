@@ -21,7 +21,7 @@ JOINED = ("/groups", "/groups/{group_id}/turns", "/groups/{group_id}/finish")
 MOST_CALLS = 64
 """In one request."""
 LINES = "application/x-ndjson"
-_JOINED = re.compile("|".join(re.sub(r"\{\w+\}", "[^/]+", path) for path in JOINED))
+_JOINED = re.compile("|".join(re.sub(r"\{\w+\}", "[A-Za-z0-9._~%-]+", path) for path in JOINED))
 
 
 class JoinedCall(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -29,7 +29,7 @@ class JoinedCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
     path: str
     body: msgspec.Raw
-    name: str = ""
+    name: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9]{0,64}$")] = ""
 
 
 class JoinedCalls(msgspec.Struct, frozen=True):

@@ -236,6 +236,8 @@ async def test_a_service_that_knows_no_joined_calls_gets_each_alone() -> None:
         ([{"path": "/admin/drain", "body": {}}], 404),
         ([{"path": "/groups/../admin/drain", "body": {}}], 404),
         ([{"path": "/groups/g/turn", "body": {}}], 404),
+        ([{"path": "/groups/g?/turns", "body": {}}], 404),
+        ([{"path": "/groups/g HTTP/1.1\r\nx: y/turns", "body": {}}], 404),
         ([{"path": "/groups/g/turns", "body": {}}], 422),
         ([{"path": "/groups", "body": {"task": 3}}], 422),
         ([{"path": "/groups", "body": {}, "name": "short"}], 422),
@@ -255,5 +257,7 @@ async def test_a_request_holds_a_number_of_calls_that_is_bounded(host: Host, way
         for count in (0, MOST_CALLS + 1):
             answer = await host.http.post(f"{url}{PATH}", json={"calls": [{"path": "/groups", "body": {}}] * count})
             assert answer.status_code == 422
+        split = {"path": "/groups", "body": {}, "name": "0\r\nx: 1"}
+        assert (await host.http.post(f"{url}{PATH}", json={"calls": [split]})).status_code == 422
         plain = await host.http.post(f"{url}{PATH}", content=b'{"calls": []}', headers={"content-type": "text/plain"})
         assert plain.status_code == 422

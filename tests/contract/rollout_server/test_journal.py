@@ -130,6 +130,20 @@ async def test_a_group_is_opened_by_one_server_only(redis: Redis, run_id: str) -
             await other.journal.open(BEGAN, [], lambda: None)
 
 
+async def test_a_group_that_ends_while_another_is_opened_stops_no_queue(redis: Redis, run_id: str) -> None:
+    async with writer(redis, run_id, "a") as one:
+        await one.journal.open(BEGAN, [], lambda: None)
+        written = asyncio.ensure_future(one.journal.append("g", reward(1.0), lambda: None))
+        opened = one.journal.open(msgspec.structs.replace(BEGAN, group_id="g1"), [], lambda: None)
+        while one.journal._queue:
+            await asyncio.sleep(0)
+        one.journal.ended("g")
+        with pytest.raises(DrainingError):
+            await written
+        await opened
+        await one.journal.append("g1", reward(2.0), lambda: None)
+
+
 async def test_groups_that_are_opened_at_once_fail_alone(redis: Redis, run_id: str) -> None:
     names = ["g0", "g1", "g2"]
     began = [msgspec.structs.replace(BEGAN, group_id=name) for name in names]
