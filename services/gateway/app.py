@@ -95,7 +95,8 @@ class Gateway:
             self.servers, router, self.upstream, plan.settings.failover_timeout_s, environment_key(plan.keys)
         )
         self._undelivered = Undelivered(redis, plan.run_id)
-        self.proxy = Proxy(self.failover, router, SessionIndex(redis, plan.run_id), self._undelivered)
+        sessions = SessionIndex(redis, plan.run_id)
+        self.proxy = Proxy(self.failover, router, sessions, self._undelivered, Authorizer(plan.keys))
         self.issued = IssuedKeys(redis, plan.run_id, plan.keys)
 
     @asynccontextmanager

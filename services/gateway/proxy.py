@@ -20,6 +20,7 @@ from services.gateway.stateless_generate import StatelessCalls
 from services.gateway.undelivered import Undelivered
 from services.gateway.upstream import rest_refused
 from services.http.app import error_answer
+from services.http.auth import Authorizer
 from services.http.connection import Caller, caller_of
 from services.http.joined_calls import CallsInOne, Lines, read_given_up, read_joined, scope_of
 from services.http.while_connected import ClientGoneError, until_gone
@@ -33,7 +34,15 @@ _WHOLE_BYTES = 1 << 20
 class Proxy:
     """Passes one agent's call on and its answer back."""
 
-    def __init__(self, failover: Failover, router: Router, sessions: SessionIndex, undelivered: Undelivered) -> None:
+    def __init__(
+        self,
+        failover: Failover,
+        router: Router,
+        sessions: SessionIndex,
+        undelivered: Undelivered,
+        authorizer: Authorizer,
+    ) -> None:
+        self._authorizer = authorizer
         self._failover = failover
         self._router = router
         self._sessions = sessions
@@ -54,8 +63,14 @@ class Proxy:
             await error_answer(error)(scope, receive, send)
 
     def _several(self, scope: Scope, body: bytes) -> Response:
-        """The answer to calls that came in one request: each is sent on alone, to the server that it belongs to."""
-        content_type = Headers(scope=scope).get("content-type")
+        """The answer to calls that came in one request: each is sent on alone, to the server that it belongs to.
+
+        Raises as `Authorizer.require` does, and UsageError for a body that is not what the path takes.
+        """
+        headers = Headers(scope=scope)
+        content_type = headers.get("content-type")
+        # The servers judge the key of each call; but what is given up is ended here.
+        self._authorizer.require(headers.get("authorization"), "environment")
         if scope["path"] == PATH:
             return Lines(self._joined.answers(read_joined(content_type, body), scope))
         self._joined.give_up(read_given_up(content_type, body))
