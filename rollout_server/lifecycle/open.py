@@ -74,8 +74,8 @@ class SessionOpener:
             if name is not None:
                 # Nearly every call is the first of its name: of such a group there is no journal, and no more to be asked.
                 # Of one that is trained, admission asks that.
-                asks = call.purpose != "train" and not self._registry.knows(group_id)
-                if asks and await self._journal.exists(group_id):
+                unknown = call.purpose != "train" and not self._registry.knows(group_id)
+                if unknown and await self._journal.exists(group_id):
                     await self._takeover.hold_group(group_id)
                 if self._registry.knows(group_id):
                     return self._found(group_id)
@@ -205,10 +205,11 @@ class SessionOpener:
         try:
             await asyncio.shield(written)
         except BaseException:
-            await _shielded(self._give_back_unless(written, group))
+            await _shielded(self._give_back_unless_written(written, group))
             raise
 
-    async def _give_back_unless(self, written: asyncio.Future[None], group: Group) -> None:
+    async def _give_back_unless_written(self, written: asyncio.Future[None], group: Group) -> None:
+        """Once that is known."""
         try:
             await written
         except RollmeshError:

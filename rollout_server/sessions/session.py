@@ -325,7 +325,7 @@ class Session:
         return self.end
 
     def forget(self) -> None:
-        """What was captured: of a session that has ended in a group that is open, which may be so for long."""
+        """Drop what was captured. For a session that has ended in a group that stays open, perhaps for long."""
         self.capture, self.memory, self.rewards = Capture(), CompletionMemory(), Rewards()
 
     def touch(self) -> None:

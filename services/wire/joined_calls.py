@@ -29,7 +29,7 @@ class JoinedCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
     path: str
     body: msgspec.Raw
-    name: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9]{0,64}$")] = ""
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9]{0,64}$(?!\n)")] = ""
 
 
 class JoinedCalls(msgspec.Struct, frozen=True):
