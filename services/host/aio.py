@@ -58,24 +58,32 @@ async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
 
 async def telling(work: Awaitable[T], tell: Callable[[float], None], every_s: float = TELL_EVERY_S) -> T:
     """The result of `work`; meanwhile `tell` is called every `every_s` seconds, with how many have passed."""
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    timer: asyncio.TimerHandle
-
-    def set_timer() -> None:
-        nonlocal timer
-        # Not a task: a stage of a small version takes a fraction of a millisecond.
-        timer = loop.call_later(every_s, talk)
-
-    def talk() -> None:
-        set_timer()
-        tell(loop.time() - began)
-
-    set_timer()
+    # Not a task: a stage of a small version takes a fraction of a millisecond.
+    timer = _Repeated(tell, every_s)
     try:
         return await work
     finally:
-        timer.cancel()
+        timer.stop()
+
+
+class _Repeated:
+    """Calls `tell` every `every_s` seconds, until it is stopped."""
+
+    def __init__(self, tell: Callable[[float], None], every_s: float) -> None:
+        self._tell, self._every_s = tell, every_s
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self._wait()
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _wait(self) -> None:
+        self._timer = self._loop.call_later(self._every_s, self._talk)
+
+    def _talk(self) -> None:
+        self._wait()
+        self._tell(self._loop.time() - self._began)
 
 
 class NamedLocks:

@@ -82,11 +82,12 @@ class CallsInOne:
                 lines.clear()
                 yield some if left else LastChunk(some)
         finally:
-            for task, caller in zip(tasks, callers, strict=True):
-                if not caller.on_gone:
-                    task.cancel()
-                caller.left()  # who listens for that ends by itself, and knows why
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if unfinished := [task for task in tasks if not task.done()]:
+                for task, caller in zip(tasks, callers, strict=True):
+                    if not caller.on_gone:
+                        task.cancel()
+                    caller.left()  # who listens for that ends by itself, and knows why
+                await asyncio.gather(*unfinished, return_exceptions=True)
 
     async def _line(self, number: int, call: JoinedCall, caller: Caller, scope: Scope) -> bytes:
         if not call.name:

@@ -47,44 +47,63 @@ async def until_gone(
     if caller.gone:
         work.close()
         raise ClientGoneError("the client disconnected")
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    why: Exception | None = None
-    timer: asyncio.TimerHandle | None = None
-
-    def end(error: Exception) -> None:
-        nonlocal why
-        if why is None:
-            why = error
-            task.cancel()
-
-    def look() -> None:
-        nonlocal timer
-        assert check is not None and check_every_s is not None
-        try:
-            check()
-        except Exception as error:  # noqa: BLE001 - raised to the caller of this function
-            end(error)
-        else:
-            timer = loop.call_later(check_every_s, look)
-
-    def gone() -> None:
-        end(ClientGoneError("the client disconnected"))
-
-    if check is not None and check_every_s is not None:
-        timer = loop.call_later(check_every_s, look)
-    caller.on_gone.add(gone)
+    watch = _Watch(check, check_every_s)
+    caller.on_gone.add(watch.gone)
     try:
         result = await work
     except BaseException as error:
-        if why is None or (task.uncancel() and isinstance(error, asyncio.CancelledError)):
+        if watch.why is None or (watch.task.uncancel() and isinstance(error, asyncio.CancelledError)):
             raise  # its own, or it is cancelled by others too
-        raise why from None
+        raise watch.why from None
     finally:
-        caller.on_gone.discard(gone)
-        if timer is not None:
-            timer.cancel()
-    if why is not None:  # while its answer was being written down: nobody gets it
-        task.uncancel()
-        raise why
+        caller.on_gone.discard(watch.gone)
+        watch.stop()
+    if watch.why is not None:  # while its answer was being written down: nobody gets it
+        watch.task.uncancel()
+        raise watch.why
     return result
+
+
+class _Watch:
+    """Cancels the task that makes it, once, when the caller goes away or a check raises; `why` says which.
+
+    Not of nested functions: one that names itself, and the task with all that its call held, would be garbage that only
+    the collector finds.
+    """
+
+    __slots__ = ("_check", "_every_s", "_loop", "_timer", "task", "why")
+
+    def __init__(self, check: Callable[[], None] | None, every_s: float | None) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.task = task
+        self.why: Exception | None = None
+        self._loop = asyncio.get_running_loop()
+        self._check, self._every_s = check, every_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._wait()
+
+    def gone(self) -> None:
+        self._end(ClientGoneError("the client disconnected"))
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _wait(self) -> None:
+        if self._check is not None and self._every_s is not None:
+            self._timer = self._loop.call_later(self._every_s, self._look)
+
+    def _look(self) -> None:
+        assert self._check is not None
+        try:
+            self._check()
+        except Exception as error:  # noqa: BLE001 - raised to the caller of `until_gone`
+            self._end(error)
+        else:
+            self._wait()
+
+    def _end(self, error: Exception) -> None:
+        if self.why is None:
+            self.why = error
+            self.task.cancel()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -10,8 +12,9 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from services.http.app import make_app
+from services.http.connection import Caller
 from services.http.streaming import EventStream
-from services.http.while_connected import ClientGoneError, while_connected
+from services.http.while_connected import ClientGoneError, until_gone, while_connected
 from services.wire.errors import DeadlineError
 from tests.support.raw_http import connected, head
 from tests.support.served_app import served
@@ -132,3 +135,22 @@ async def test_a_call_that_others_cancel_is_cancelled() -> None:
     with pytest.raises(asyncio.CancelledError):
         await call
     assert job.ended == ["cancelled"]
+
+
+@pytest.mark.parametrize("check_every_s", [None, 60.0], ids=["no check", "a check"])
+async def test_a_call_leaves_nothing_for_the_garbage_collector(check_every_s: float | None) -> None:
+    # What only the collector finds stops the event loop when it does, for longer the more calls there were.
+    async def call() -> None:
+        await until_gone(Caller(), asyncio.sleep(0), lambda: None, check_every_s)
+
+    gc.collect()
+    gc.disable()
+    try:
+        task = asyncio.create_task(call())
+        await task
+        seen = weakref.ref(task)
+        del task
+        await asyncio.sleep(0)  # the event loop lets go of it
+        assert seen() is None
+    finally:
+        gc.enable()

@@ -73,6 +73,8 @@ class CoreProcess:
         self._status = NOT_STARTED
         self._stalls_ms: list[float] = []
         self._failure: RollmeshError | None = None
+        self._snapshot: EngineStatus | None = None
+        """Of these three, since the last of them changed: every turn that begins asks for it."""
         self._ending: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -144,8 +146,10 @@ class CoreProcess:
 
     def status(self) -> EngineStatus:
         """As the core told it last: at most a tenth of a second ago, and behind every answer and delta."""
-        failure = self._status.failure if self._failure is None else self._failure.what
-        return replace(self._status, stalls_ms=self._stalls_ms, failure=failure)
+        if self._snapshot is None:
+            failure = self._status.failure if self._failure is None else self._failure.what
+            self._snapshot = replace(self._status, stalls_ms=self._stalls_ms, failure=failure)
+        return self._snapshot
 
     async def close(self) -> None:
         """End the process. Raises DeadlineError where it does not end in time; it is killed then."""
@@ -217,7 +221,7 @@ class CoreProcess:
             self._fail(message.failure.error())
 
     def _told(self, moment: Moment) -> None:
-        self._status = moment.status
+        self._status, self._snapshot = moment.status, None
         if moment.stalls_ms is not None:
             self._stalls_ms = moment.stalls_ms
 
@@ -239,7 +243,7 @@ class CoreProcess:
     def _fail(self, failure: RollmeshError) -> None:
         if self._failure is not None:
             return
-        self._failure = failure
+        self._failure, self._snapshot = failure, None
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(failure)
