@@ -183,10 +183,10 @@ def _json(body: BaseModel) -> bytes:
     return body.model_dump_json(exclude_none=True).encode()
 
 
-def _plain_json(body: rollout_api.TakeTurns | rollout_api.FinishGroup) -> bytes:
+def _plain_json(body: rollout_api.PlainBody) -> bytes:
     return msgspec.json.encode(body, enc_hook=_fields)
 
 
 def _fields(body: BaseModel) -> dict[str, object]:
-    """Of a model within a dataclass."""
+    """Of a model within a struct."""
     return body.model_dump(exclude_none=True)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import Response
+from pydantic import BaseModel
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -23,9 +24,16 @@ def schema_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
     Raises RecursionError for a struct that holds itself.
     """
-    schema = msgspec.json.schema(kind)
+    schema = msgspec.json.schema(kind, schema_hook=_of_model)
     whole: dict[str, Any] = _inlined(schema, schema.get(_DEFINED, {}))
     return whole
+
+
+def _of_model(kind: type[Any]) -> dict[str, Any]:
+    """Of a model of pydantic within a struct."""
+    if not issubclass(kind, BaseModel):
+        raise NotImplementedError(f"{kind} has no schema")
+    return kind.model_json_schema(ref_template=_REFERENCE + "{model}")
 
 
 def struct_answer(found: msgspec.Struct | DataclassInstance, status_code: int = 200) -> Response:

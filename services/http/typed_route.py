@@ -2,7 +2,8 @@
 
 FastAPI's own handler parses JSON in Python, solves a dependency graph and validates the answer again, which costs more
 than everything else in a call here. Paths, bodies and answers are still declared, so the OpenAPI document is whole.
-Endpoints take any of: path parameters (strings), one body (a model or a dataclass), `Request`; they return a `Response`.
+Endpoints take any of: path parameters (strings), one body (a model, a dataclass or a msgspec struct), `Request`; they
+return a `Response`.
 The body's bytes are in `request.state.body`, which an endpoint may delete. Dependencies check: each is a coroutine function
 of the request.
 """
@@ -10,6 +11,8 @@ of the request.
 from __future__ import annotations
 
 import asyncio
+import functools
+import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import is_dataclass
@@ -19,6 +22,7 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 from fastapi.dependencies.models import Dependant
+from fastapi.dependencies.utils import get_typed_signature
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
@@ -28,6 +32,8 @@ from starlette.routing import request_response
 from starlette.types import Receive
 
 from services.host.process import give_memory_back
+from services.http.struct_answer import schema_of
+from services.wire.errors import UNDECODABLE
 
 _LARGE = 1 << 20
 
@@ -47,19 +53,25 @@ class TypedRoute(APIRoute):
     check_body: Callable[[bytes], None] = staticmethod(any_body)
     """Called before a body is parsed; what it raises is answered."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        endpoint, self._request_name = self.dependant.call, self.dependant.request_param_name
-        assert endpoint is not None
-        self._answers: Callable[..., Awaitable[Response]] = endpoint
+    def __init__(self, path: str, endpoint: Callable[..., Awaitable[Response]], **options: Any) -> None:
+        described, struct = _without_struct(endpoint)
+        if struct is not None:
+            schema = {"application/json": {"schema": schema_of(struct[1])}}
+            options["openapi_extra"] = {"requestBody": {"required": True, "content": schema}}
+        super().__init__(path, described, **options)
+        self._request_name = self.dependant.request_param_name
+        # Also for who includes this router in another: the route is made anew of it.
+        self.endpoint = self._answers = endpoint
         others = (self.dependant.query_params, self.dependant.header_params, self.dependant.cookie_params)
-        if any(others) or len(self.dependant.body_params) > 1:
+        if any(others) or len(self.dependant.body_params) + (struct is not None) > 1:
             raise TypeError(f"{self.path}: a TypedRoute takes path parameters, one body and the request only")
         self._checks = [_check(each, self.path) for each in self.dependant.dependencies if not _documents(each)]
         self._body_name = ""
-        self._body: TypeAdapter[Any] | None = None
+        self._body: _Reader | None = None
         for field in self.dependant.body_params:
-            self._body_name, self._body = field.name, _body(field.field_info.annotation)
+            self._body_name, self._body = field.name, _reader(field.field_info.annotation)
+        if struct is not None:
+            self._body_name, self._body = struct[0], _struct_reader(struct[1])
         # FastAPI's own wraps each call in two exit stacks, for dependencies; there are none.
         self.app = request_response(self.respond)
 
@@ -74,7 +86,10 @@ class TypedRoute(APIRoute):
             # Not by `request.body()`, which keeps it for as long as the call lasts: hours, for a generation.
             request.state.body = body = await _read(request.receive)
             self.check_body(body)
-            arguments[self._body_name] = _parse(self._body, request.headers.get("content-type", ""), body)
+            # Any other type can be sent by a web page without asking: it must not reach a service on loopback.
+            if not request.headers.get("content-type", "").startswith("application/json"):
+                raise RequestValidationError([{"loc": ("header", "content-type"), "msg": "must be application/json"}])
+            arguments[self._body_name] = self._body(body)
             if len(body) > _LARGE:
                 # What reading it took, before as much is taken to answer it.
                 await asyncio.to_thread(give_memory_back)
@@ -113,23 +128,76 @@ def _check(dependency: Dependant, path: str) -> Callable[[Request], Awaitable[No
     return check
 
 
-def _body(annotation: Any) -> TypeAdapter[Any]:
+_Reader = Callable[[bytes], Any]
+"""Makes an endpoint's body of bytes. Raises RequestValidationError."""
+
+
+def _reader(annotation: Any) -> _Reader:
+    """By pydantic."""
     if not (isinstance(annotation, type) and (issubclass(annotation, BaseModel) or is_dataclass(annotation))):
-        raise TypeError(f"the body of a TypedRoute is a pydantic model or a dataclass, not {annotation}")
-    return TypeAdapter(annotation)
+        raise TypeError(f"the body of a TypedRoute is a pydantic model, a dataclass or a struct, not {annotation}")
+    adapter = TypeAdapter[Any](annotation)
+
+    def read(payload: bytes) -> Any:
+        if len(payload) > _LARGE:
+            # Pydantic's own parser makes three copies of a long text on its way. What is wrong it says better.
+            with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValidationError):
+                return adapter.validate_python(msgspec.json.decode(payload))
+        try:
+            return adapter.validate_json(payload)
+        except ValidationError as error:
+            raise RequestValidationError(
+                [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+            ) from error
+
+    return read
 
 
-def _parse(body: TypeAdapter[Any], content_type: str, payload: bytes) -> Any:
-    # Any other type can be sent by a web page without asking: it must not reach a service on loopback.
-    if not content_type.startswith("application/json"):
-        raise RequestValidationError([{"loc": ("header", "content-type"), "msg": "must be application/json"}])
-    if len(payload) > _LARGE:
-        # Pydantic's own parser makes three copies of a long text on its way. What is wrong it says better.
-        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValidationError):
-            return body.validate_python(msgspec.json.decode(payload))
-    try:
-        return body.validate_json(payload)
-    except ValidationError as error:
-        raise RequestValidationError(
-            [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
-        ) from error
+def _struct_reader(kind: type[msgspec.Struct]) -> _Reader:
+    decoder = msgspec.json.Decoder(kind, strict=False, dec_hook=_model)
+
+    def read(payload: bytes) -> Any:
+        try:
+            return decoder.decode(payload)
+        except UNDECODABLE as error:
+            what, _, where = str(error).partition(_AT)
+            found = {"type": "struct", "loc": ("body", *_PART.findall(where)), "msg": what}
+            raise RequestValidationError([found]) from error
+
+    return read
+
+
+_AT = " - at `$"
+"""Before the path, as `.turns[0].text`, of what msgspec refuses."""
+_PART = re.compile(r"[^.\[\]`]+")
+
+
+def _model(kind: type[Any], value: Any) -> Any:
+    """A model of pydantic within a struct."""
+    if not issubclass(kind, BaseModel):
+        raise NotImplementedError(f"{kind} cannot be read")
+    return kind.model_validate(value)
+
+
+def _without_struct(
+    endpoint: Callable[..., Awaitable[Response]],
+) -> tuple[Callable[..., Awaitable[Response]], tuple[str, type[msgspec.Struct]] | None]:
+    """The endpoint as FastAPI is told of it, which knows no structs, and the name and type of the one that it takes.
+
+    Of several it keeps all but the first, and FastAPI refuses them.
+    """
+    signature = get_typed_signature(endpoint)
+    for parameter in signature.parameters.values():
+        kind = parameter.annotation
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            break
+    else:
+        return endpoint, None
+
+    @functools.wraps(endpoint)
+    async def described() -> Response:
+        raise NotImplementedError("it is only described: a TypedRoute calls the endpoint itself")
+
+    others = [each for each in signature.parameters.values() if each is not parameter]
+    described.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+    return described, (parameter.name, kind)

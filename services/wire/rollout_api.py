@@ -8,9 +8,10 @@ of its sessions (all of them in one call, so that a group costs three calls and 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 NO_OTHER_FIELDS = ConfigDict(extra="forbid")
@@ -24,7 +25,7 @@ class Body(BaseModel):
 
 Purpose = Literal["train", "evaluate"]
 """`evaluate` passes no admission and is never published."""
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31), msgspec.Meta(ge=0, lt=1 << 31)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 RunnerId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}/[A-Za-z0-9]{8,64}$")]
 """An environment runner: `name/incarnation` (`Runner` below)."""
@@ -131,8 +132,8 @@ class OpenGroup(Body):
         return self
 
 
-# The bodies of a group's life beyond its opening are dataclasses: there is one of each for every turn, and to make and
-# write a model of pydantic costs ten times as much. A body is validated by pydantic all the same, where it is received.
+# What is asked of a group beyond its opening is a struct, what is answered a dataclass: there is one of each for every
+# turn, and to read, make and write a model of pydantic costs ten times as much.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,14 +149,15 @@ class GroupOpened:
     """How long a client waits for a turn at the most: longer where an answer may have more tokens."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Turn:
+class PlainBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A request body that msgspec reads. Unknown fields are refused, as in a `Body`."""
+
+
+class Turn(PlainBody):
     """Extend one session by `text` (encoded without special tokens) or `token_ids`, then let the policy speak.
 
     Raises ValueError unless exactly one of them is given.
     """
-
-    __pydantic_config__ = NO_OTHER_FIELDS
 
     session_id: str
     text: str | None = None
@@ -166,11 +168,8 @@ class Turn:
             raise ValueError("give exactly one of text and token_ids")
 
 
-@dataclass(slots=True, kw_only=True)
-class TakeTurns:
-    __pydantic_config__ = NO_OTHER_FIELDS
-
-    turns: Annotated[list[Turn], Field(min_length=1)]
+class TakeTurns(PlainBody):
+    turns: Annotated[list[Turn], msgspec.Meta(min_length=1)]
     sampling: SamplingBody | None = None
     """Overrides the group's sampling for these turns."""
     return_token_ids: bool = False
@@ -192,25 +191,19 @@ class TurnsTaken:
     results: list[TurnTaken]
 
 
-@dataclass(slots=True, kw_only=True)
-class SessionReward:
+class SessionReward(PlainBody):
     """Raises ValueError for a reward, or a component, that is no finite number."""
 
-    __pydantic_config__ = NO_OTHER_FIELDS
-
     session_id: str
-    reward: Annotated[float, Field(allow_inf_nan=False)]
-    components: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = field(default_factory=dict)
+    reward: float
+    components: dict[str, float] = {}
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.reward) and all(map(math.isfinite, self.components.values()))):
             raise ValueError(f"the reward of session {self.session_id}, or a component, is no finite number")
 
 
-@dataclass(slots=True, kw_only=True)
-class FinishGroup:
-    __pydantic_config__ = NO_OTHER_FIELDS
-
+class FinishGroup(PlainBody):
     rewards: list[SessionReward]
 
 

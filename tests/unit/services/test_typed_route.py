@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from typing import Annotated
 
 import httpx
+import msgspec
 import pytest
 from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Query, Request, Response
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel, ConfigDict
+from fastapi.testclient import TestClient
+from pydantic import BaseModel, ConfigDict, Field
 
 from services.http.route_index import index_routes
 from services.http.struct_answer import struct_answer
@@ -27,6 +31,15 @@ class Plain:
     def __post_init__(self) -> None:
         if self.number < 0:
             raise ValueError("it is below zero")
+
+
+class Inner(BaseModel):
+    size: int = Field(ge=1)
+
+
+class Struct(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    numbers: list[Annotated[int, msgspec.Meta(ge=0)]]
+    inner: Inner | None = None
 
 
 async def needs_word(request: Request) -> None:
@@ -51,6 +64,11 @@ def an_app(*, indexed: bool) -> FastAPI:
     @router.post("/treble", response_model=Plain)
     async def treble(call: Plain) -> Response:
         return struct_answer(Plain(3 * call.number), 201)
+
+    @router.post("/sum/{name}", response_model=Number)
+    async def add(name: str, call: Struct, request: Request) -> Response:
+        assert request.path_params == {"name": name}
+        return answer(Number(number=sum(call.numbers) + (0 if call.inner is None else call.inner.size)))
 
     app.router.routes.extend(router.routes)
     if indexed:
@@ -83,6 +101,47 @@ async def test_a_body_may_be_a_dataclass() -> None:
             assert (await client.post("/n/treble", json=wrong, headers=word)).status_code == 422, wrong
     described = app.openapi()["paths"]["/n/treble"]["post"]["requestBody"]["content"]["application/json"]
     assert described["schema"]["$ref"].endswith("/Plain")
+
+
+async def test_a_body_may_be_a_struct_with_a_model_in_it() -> None:
+    app = an_app(indexed=True)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as client:
+        word = {"x-word": "sesame"}
+        for body, total in (({"numbers": [1, 2]}, 3), ({"numbers": ["4"], "inner": {"size": 2}}, 6)):
+            added = await client.post("/n/sum/a", json=body, headers=word)
+            assert (added.status_code, added.json()) == (200, {"number": total})
+        for wrong, place in (
+            ({"numbers": [1, -2]}, ["body", "numbers", "1"]),
+            ({"numbers": [1], "more": 2}, ["body"]),
+            ({"numbers": [1], "inner": {"size": 0}}, ["body", "inner"]),
+            ({}, ["body"]),
+            ([], ["body"]),
+        ):
+            refused = await client.post("/n/sum/a", json=wrong, headers=word)
+            assert (refused.status_code, refused.json()["detail"][0]["loc"]) == (422, place), wrong
+        for junk in (b"{", b"\xff", b'{"numbers": ' + b"[" * 100_000):
+            content = {**word, "content-type": "application/json"}
+            assert (await client.post("/n/sum/a", content=junk, headers=content)).status_code == 422, junk[:20]
+        assert (await client.post("/n/sum/a", content=b"{}", headers=word)).status_code == 422, "no content type"
+        assert (await client.post("/n/sum/a", json={"numbers": []})).status_code == 403
+    described = app.openapi()["paths"]["/n/sum/{name}"]["post"]
+    schema = described["requestBody"]["content"]["application/json"]["schema"]
+    assert (schema["title"], schema["properties"]["numbers"]["items"]["minimum"]) == ("Struct", 0)
+    assert "size" in json.dumps(schema["properties"]["inner"])
+    assert [each["name"] for each in described["parameters"]] == ["name"]
+
+
+def test_a_router_with_a_struct_may_be_included_in_another() -> None:
+    inner = APIRouter(route_class=TypedRoute)
+
+    @inner.post("/x")
+    async def take(call: Struct) -> Response:
+        return Response(str(call.numbers))
+
+    app = FastAPI()
+    app.include_router(inner, prefix="/a")
+    with TestClient(app) as client:
+        assert client.post("/a/x", json={"numbers": [1]}).text == "[1]"
 
 
 def by_header(word: str = Header()) -> None:
