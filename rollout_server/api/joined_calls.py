@@ -14,7 +14,7 @@ from rollout_server.sessions.access import Access
 from services.http.connection import Caller
 from services.http.joined_calls import CallsInOne, Lines, read_given_up, read_joined, scope_of
 from services.http.route_index import respond
-from services.http.struct_answer import schema_of
+from services.http.struct_answer import takes
 from services.wire.errors import NotFoundError
 from services.wire.joined_calls import GIVEN_UP, JOINED, LINES, PATH, GivenUp, JoinedCall, JoinedCalls, may_be_joined
 
@@ -39,7 +39,7 @@ def joined_routes(access: Ready[Access], routes: Sequence[Any], handlers: Mappin
         PATH,
         response_class=Response,
         responses={200: {"description": "A line a call, in the order of their ends", "content": {LINES: {}}}},
-        openapi_extra=_taking(JoinedCalls),
+        openapi_extra=takes(JoinedCalls),
     )
     async def call_joined(request: Request) -> Response:
         """Open or finish groups, or take turns in them, several calls at once: each as by its own route."""
@@ -48,7 +48,7 @@ def joined_routes(access: Ready[Access], routes: Sequence[Any], handlers: Mappin
             calls.answers(read_joined(request.headers.get("content-type"), await request.body()), request.scope)
         )
 
-    @router.post(GIVEN_UP, status_code=204, openapi_extra=_taking(GivenUp))
+    @router.post(GIVEN_UP, status_code=204, openapi_extra=takes(GivenUp))
     async def give_up(request: Request) -> Response:
         """End those of the joined calls with these names that are not answered yet: nobody waits for them any more."""
         access().require_agent(request)
@@ -56,10 +56,6 @@ def joined_routes(access: Ready[Access], routes: Sequence[Any], handlers: Mappin
         return Response(status_code=204)
 
     return router
-
-
-def _taking(body: type[Any]) -> dict[str, Any]:
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema_of(body)}}}}
 
 
 def _find(routes: Sequence[RolloutRoute], path: str) -> tuple[RolloutRoute, dict[str, str]]:

@@ -19,6 +19,11 @@ def answers(kind: type[msgspec.Struct]) -> dict[int | str, dict[str, Any]]:
     return {200: {"content": {"application/json": {"schema": schema_of(kind)}}}}
 
 
+def takes(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """A route's argument `openapi_extra`: its body, which it reads itself. Raises as `schema_of` does."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema_of(kind)}}}}
+
+
 def schema_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
     """Its OpenAPI schema, the structs in it written out in place: FastAPI knows only pydantic's models.
 

@@ -32,7 +32,7 @@ from starlette.routing import request_response
 from starlette.types import Receive
 
 from services.host.process import give_memory_back
-from services.http.struct_answer import schema_of
+from services.http.struct_answer import takes
 from services.wire.errors import UNDECODABLE
 
 _LARGE = 1 << 20
@@ -56,8 +56,7 @@ class TypedRoute(APIRoute):
     def __init__(self, path: str, endpoint: Callable[..., Awaitable[Response]], **options: Any) -> None:
         described, struct = _without_struct(endpoint)
         if struct is not None:
-            schema = {"application/json": {"schema": schema_of(struct[1])}}
-            options["openapi_extra"] = {"requestBody": {"required": True, "content": schema}}
+            options["openapi_extra"] = takes(struct[1])
         super().__init__(path, described, **options)
         self._request_name = self.dependant.request_param_name
         # Also for who includes this router in another: the route is made anew of it.
