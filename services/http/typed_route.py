@@ -56,7 +56,7 @@ class TypedRoute(APIRoute):
     def __init__(self, path: str, endpoint: Callable[..., Awaitable[Response]], **options: Any) -> None:
         described, struct = _without_struct(endpoint)
         if struct is not None:
-            options["openapi_extra"] = takes(struct[1])
+            options["openapi_extra"] = {**(options.get("openapi_extra") or {}), **takes(struct[1])}
         super().__init__(path, described, **options)
         self._request_name = self.dependant.request_param_name
         # Also for who includes this router in another: the route is made anew of it.
@@ -172,10 +172,14 @@ _PART = re.compile(r"[^.\[\]`]+")
 
 
 def _model(kind: type[Any], value: Any) -> Any:
-    """A model of pydantic within a struct."""
+    """A model of pydantic within a struct. Raises ValueError with the first of its faults, in a line."""
     if not issubclass(kind, BaseModel):
         raise NotImplementedError(f"{kind} cannot be read")
-    return kind.model_validate(value)
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
 def _without_struct(

@@ -119,6 +119,8 @@ async def test_a_body_may_be_a_struct_with_a_model_in_it() -> None:
         ):
             refused = await client.post("/n/sum/a", json=wrong, headers=word)
             assert (refused.status_code, refused.json()["detail"][0]["loc"]) == (422, place), wrong
+        small = (await client.post("/n/sum/a", json={"numbers": [], "inner": {"size": 0}}, headers=word)).json()
+        assert small["detail"][0]["msg"] == "size: Input should be greater than or equal to 1"
         for junk in (b"{", b"\xff", b'{"numbers": ' + b"[" * 100_000):
             content = {**word, "content-type": "application/json"}
             assert (await client.post("/n/sum/a", content=junk, headers=content)).status_code == 422, junk[:20]
