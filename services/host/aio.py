@@ -58,32 +58,38 @@ async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
 
 async def telling(work: Awaitable[T], tell: Callable[[float], None], every_s: float = TELL_EVERY_S) -> T:
     """The result of `work`; meanwhile `tell` is called every `every_s` seconds, with how many have passed."""
-    # Not a task: a stage of a small version takes a fraction of a millisecond.
-    timer = _Repeated(tell, every_s)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    repeated = Repeated(lambda: tell(loop.time() - began), every_s)
     try:
         return await work
     finally:
-        timer.stop()
+        repeated.stop()
 
 
-class _Repeated:
-    """Calls `tell` every `every_s` seconds, until it is stopped."""
+class Repeated:
+    """Calls `call` every `every_s` seconds, until it is stopped.
 
-    def __init__(self, tell: Callable[[float], None], every_s: float) -> None:
-        self._tell, self._every_s = tell, every_s
+    No task, which costs more than many a call does that it is for; and no nested functions: one that names itself would be
+    garbage, with all that it holds, that only the collector finds.
+    """
+
+    __slots__ = ("_call", "_every_s", "_loop", "_timer")
+
+    def __init__(self, call: Callable[[], None], every_s: float) -> None:
+        self._call, self._every_s = call, every_s
         self._loop = asyncio.get_running_loop()
-        self._began = self._loop.time()
         self._wait()
 
     def stop(self) -> None:
         self._timer.cancel()
 
     def _wait(self) -> None:
-        self._timer = self._loop.call_later(self._every_s, self._talk)
+        self._timer = self._loop.call_later(self._every_s, self._due)
 
-    def _talk(self) -> None:
+    def _due(self) -> None:
         self._wait()
-        self._tell(self._loop.time() - self._began)
+        self._call()
 
 
 class NamedLocks:

@@ -16,13 +16,12 @@ import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import is_dataclass
-from inspect import iscoroutinefunction
+from inspect import iscoroutinefunction, signature
 from typing import Any
 
 import msgspec
 from fastapi import Request, Response
 from fastapi.dependencies.models import Dependant
-from fastapi.dependencies.utils import get_typed_signature
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
@@ -189,8 +188,8 @@ def _without_struct(
 
     Of several it keeps all but the first, and FastAPI refuses them.
     """
-    signature = get_typed_signature(endpoint)
-    for parameter in signature.parameters.values():
+    whole = signature(endpoint, eval_str=True)
+    for parameter in whole.parameters.values():
         kind = parameter.annotation
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             break
@@ -201,6 +200,6 @@ def _without_struct(
     async def described() -> Response:
         raise NotImplementedError("it is only described: a TypedRoute calls the endpoint itself")
 
-    others = [each for each in signature.parameters.values() if each is not parameter]
-    described.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+    others = [each for each in whole.parameters.values() if each is not parameter]
+    described.__signature__ = whole.replace(parameters=others)  # type: ignore[attr-defined]
     return described, (parameter.name, kind)

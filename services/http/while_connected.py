@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
+from services.host.aio import Repeated
 from services.http.connection import Caller, caller_of
 from services.wire.errors import RollmeshError
 
@@ -47,7 +48,8 @@ async def until_gone(
     if caller.gone:
         work.close()
         raise ClientGoneError("the client disconnected")
-    watch = _Watch(check, check_every_s)
+    watch = _Watch(check)
+    checking = None if check is None or check_every_s is None else Repeated(watch.look, check_every_s)
     caller.on_gone.add(watch.gone)
     try:
         result = await work
@@ -57,7 +59,8 @@ async def until_gone(
         raise watch.why from None
     finally:
         caller.on_gone.discard(watch.gone)
-        watch.stop()
+        if checking is not None:
+            checking.stop()
     if watch.why is not None:  # while its answer was being written down: nobody gets it
         watch.task.uncancel()
         raise watch.why
@@ -65,43 +68,27 @@ async def until_gone(
 
 
 class _Watch:
-    """Cancels the task that makes it, once, when the caller goes away or a check raises; `why` says which.
+    """Cancels the task that makes it, once, when the caller goes away or `check` raises; `why` says which."""
 
-    Not of nested functions: one that names itself, and the task with all that its call held, would be garbage that only
-    the collector finds.
-    """
+    # Not of nested functions: they would hold the task, and it them, which only the garbage collector ends.
+    __slots__ = ("_check", "task", "why")
 
-    __slots__ = ("_check", "_every_s", "_loop", "_timer", "task", "why")
-
-    def __init__(self, check: Callable[[], None] | None, every_s: float | None) -> None:
+    def __init__(self, check: Callable[[], None] | None) -> None:
         task = asyncio.current_task()
         assert task is not None
         self.task = task
         self.why: Exception | None = None
-        self._loop = asyncio.get_running_loop()
-        self._check, self._every_s = check, every_s
-        self._timer: asyncio.TimerHandle | None = None
-        self._wait()
+        self._check = check
 
     def gone(self) -> None:
         self._end(ClientGoneError("the client disconnected"))
 
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _wait(self) -> None:
-        if self._check is not None and self._every_s is not None:
-            self._timer = self._loop.call_later(self._every_s, self._look)
-
-    def _look(self) -> None:
+    def look(self) -> None:
         assert self._check is not None
         try:
             self._check()
         except Exception as error:  # noqa: BLE001 - raised to the caller of `until_gone`
             self._end(error)
-        else:
-            self._wait()
 
     def _end(self, error: Exception) -> None:
         if self.why is None:

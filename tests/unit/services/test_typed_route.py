@@ -10,6 +10,7 @@ import httpx
 import msgspec
 import pytest
 from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Query, Request, Response
+from fastapi.exceptions import FastAPIError
 from fastapi.security import HTTPBearer
 from fastapi.testclient import TestClient
 from pydantic import BaseModel, ConfigDict, Field
@@ -185,3 +186,13 @@ def test_an_endpoint_that_wants_more_than_its_call_gives_is_refused() -> None:
 
     with pytest.raises(TypeError, match="path parameters, one body and the request only"):
         router.get("/x")(endpoint)
+
+
+def test_a_second_struct_is_refused() -> None:
+    router = APIRouter(route_class=TypedRoute)
+
+    async def endpoint(one: Struct, two: Struct) -> Response:
+        return Response(str((one, two)))
+
+    with pytest.raises(FastAPIError):
+        router.post("/x")(endpoint)
