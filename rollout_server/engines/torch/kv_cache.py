@@ -12,6 +12,8 @@ place. When the clock reaches the end, live columns move back to the front. Rows
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -228,8 +230,8 @@ class KvCache:
         if live:
             used = slice(0, len(self._starts))
             for target, source in zip(self._memories, before, strict=True):
-                kept = source[:, used, :, self._low : self._clock].clone()
-                target[:, used, :, clock - live : clock].copy_(kept)
+                kept = source[:, used, :, self._low : self._clock]
+                target[:, used, :, clock - live : clock].copy_(kept.clone() if target is source else kept)
             self._starts = [start + clock - self._clock for start in self._starts]
         self._clock = clock
         self._rows_changed()
@@ -240,20 +242,34 @@ class KvCache:
             rows = min(2 * rows, self._max_rows)
         before = self._memories
         self._memories = self._allocate(rows, columns)
+        used, live = slice(0, len(self._starts)), slice(self._low, self._clock)
         for memory, earlier in zip(self._memories, before, strict=True):
-            memory[:, : earlier.shape[1]].copy_(earlier)
+            memory[:, used, :, live].copy_(earlier[:, used, :, live])
 
     def _allocate(self, rows: int, columns: int) -> list[torch.Tensor]:
         # Zeros: a masked column counts 0 × its value, which must be a finite number.
-        return [memory.zero_() for memory in self._empty(rows, columns)]
+        return [_zeros(sizes, dtype, self._device) for sizes, dtype in self._parts(rows, columns)]
 
     def _empty(self, rows: int, columns: int) -> list[torch.Tensor]:
-        """Keys, values, and choices where they are kept."""
+        return [torch.empty(sizes, dtype=dtype, device=self._device) for sizes, dtype in self._parts(rows, columns)]
+
+    def _parts(self, rows: int, columns: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Sizes and dtype of keys, values, and choices where they are kept."""
         shape = self._shape
         sizes = shape.layers, rows, shape.heads, columns
-        keys = torch.empty((*sizes, shape.key_dim), dtype=self._dtype, device=self._device)
-        values = torch.empty((*sizes, shape.value_dim), dtype=self._dtype, device=self._device)
-        if not shape.expert_layers:
-            return [keys, values]
-        choices = (shape.expert_layers, rows, 1, columns, shape.expert_top)
-        return [keys, values, torch.empty(choices, dtype=torch.int16, device=self._device)]
+        parts: list[tuple[tuple[int, ...], torch.dtype]] = [
+            ((*sizes, dim), self._dtype) for dim in (shape.key_dim, shape.value_dim)
+        ]
+        if shape.expert_layers:
+            parts.append(((shape.expert_layers, rows, 1, columns, shape.expert_top), torch.int16))
+        return parts
+
+
+def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU, pages that are there once they are written: to fill gigabytes takes seconds, in which nothing is decoded,
+    and most of them are not used for long."""
+    if device.type != "cpu":
+        return torch.zeros(sizes, dtype=dtype, device=device)
+    count = math.prod(sizes)
+    pages = mmap.mmap(-1, max(1, count * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype, count=count).view(sizes)

@@ -135,6 +135,9 @@ def _chain(tokens: Tokens, salt: str | None) -> list[int]:
 
 PREFILL_TOKENS = 16384
 """Most tokens of one forward, padding counted: that bounds its memory."""
+# Between two decode steps: whoever waits for the next one waits for these. A CPU takes half a second for as many, of a
+# model of 3 M parameters, and is no faster where more are given to it.
+_ADMITTED_TOKENS_CPU = 2048
 # A further round costs a further forward: so many shared tokens are needed for it to pay off.
 _WORTH_WAITING = 64
 # The fixed cost of a forward, in tokens: measured on a CPU with a model of 3 M parameters. A GPU computes thousands of
@@ -182,7 +185,10 @@ class Prefilled:
 
 
 class Prefill:
-    """Adds rows to `slots`. Without a `cache` every prompt is computed whole. `computed`: tokens prefilled so far."""
+    """Adds rows to `slots`. Without a `cache` every prompt is computed whole.
+
+    `computed`: tokens prefilled so far. `most_at_once`: tokens of several prompts, padding counted, to be given to `start`.
+    """
 
     def __init__(
         self, forward: PolicyForward, slots: KvCache, device: torch.device, cache: PrefixCache | None = None
@@ -191,7 +197,9 @@ class Prefill:
         self._slots = slots
         self._device = device
         self._cache = cache
-        self._forward_tokens = _FORWARD_TOKENS_CPU if device.type == "cpu" else _FORWARD_TOKENS_GPU
+        on_cpu = device.type == "cpu"
+        self._forward_tokens = _FORWARD_TOKENS_CPU if on_cpu else _FORWARD_TOKENS_GPU
+        self.most_at_once = _ADMITTED_TOKENS_CPU if on_cpu else PREFILL_TOKENS
         self.computed = 0
 
     def start(self, newcomers: Sequence[Newcomer]) -> Prefilled:

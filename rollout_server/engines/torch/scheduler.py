@@ -29,7 +29,6 @@ from rollout_server.engines.request_check import reachable_stops
 from rollout_server.engines.torch.forward import PolicyForward
 from rollout_server.engines.torch.kv_cache import KvCache, on_device
 from rollout_server.engines.torch.prefill import (
-    PREFILL_TOKENS,
     Newcomer,
     Prefill,
     Prefilled,
@@ -269,7 +268,7 @@ class Scheduler:
             prompt = as_tokens(request.prompt_token_ids)
             kind = request.cache_salt, prompt.tobytes(), request.prompt_logprobs
             width = max(width, len(prompt))
-            if alike and kind not in alike and width * (len(alike) + 1) > PREFILL_TOKENS:
+            if alike and kind not in alike and width * (len(alike) + 1) > self._prefill.most_at_once:
                 break
             count = min(free, request.n - ticket.started)
             samples = alike.setdefault(kind, (prompt, []))[1]

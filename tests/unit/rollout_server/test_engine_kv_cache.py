@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import psutil
 import pytest
 import torch
 
@@ -87,6 +88,16 @@ def test_memory_grows_on_demand_and_no_further() -> None:
     assert ledger.slots.allocated[0] == 40
     with pytest.raises(ValueError, match="41 rows do not fit 40 slots"):
         ledger.place([1], [1])
+
+
+def test_only_what_rows_have_written_is_resident() -> None:
+    # Filling what is allocated took seconds, in which nothing was decoded.
+    slots = KvCache(KvShape(4, 8, 16, 16), max_rows=64, dtype=torch.float32, device=torch.device("cpu"))
+    before = psutil.Process().memory_info().rss
+    for lengths in ([8] * 33, [1100]):
+        slots.place(slots.scratch(lengths, blank=True), lengths, [1] * len(lengths))
+    assert slots.allocated == (64, 4096)
+    assert psutil.Process().memory_info().rss - before < 100 << 20  # of 1 GiB
 
 
 def test_a_long_stretch_of_short_rows_needs_no_more_columns() -> None:

@@ -171,6 +171,22 @@ def test_siblings_that_come_as_requests_of_their_own_are_prefilled_once(
 
 
 @torch.inference_mode()
+def test_running_samples_do_not_wait_for_all_of_many_long_prompts(forward: PolicyForward) -> None:
+    batch, greedy = batch_of(forward, "keep"), SamplingParams(max_tokens=9, temperature=0.0)
+    batch.add(GenerationRequest("runs", tokens(9, 1), greedy, stream=True))
+    batch.step(0, admit=True)
+    for number in range(25):
+        batch.add(GenerationRequest(f"r{number}", tokens(200, number), greedy))
+    running = []
+    for _ in range(4):
+        batch.step(0, admit=True)
+        running.append(batch.running)
+    assert running == [11, 21, 26, 26]  # ten of them are 2,000 tokens
+    told = [outcome for outcome in batch.take_outbox() if isinstance(outcome, GenerationDelta)]
+    assert [delta.request_id for delta in told] == ["runs"] * 5
+
+
+@torch.inference_mode()
 def test_requests_in_the_background_begin_after_all_others(forward: PolicyForward) -> None:
     batch = Scheduler(
         forward,
