@@ -6,14 +6,14 @@
 Rollout servers also say what they serve and how busy they are. A service that cannot reach Redis (the weight bus) is
 announced by one that knows its address (`told_by`): nothing follows from its lease then, it must be asked.
 
-A hash holds the records, a sorted set when each was last heard of, by the clock of Redis: both are read in one round trip.
+A hash holds the records, a sorted set when each was last heard of, by the clock of Redis: all are read at one moment.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -68,6 +68,11 @@ for i = 1, #ARGV, 2 do
   end
 end
 return count
+"""
+
+# Names and records, names and when they were heard of (ms), the time: each in turn.
+_READ = """
+return {redis.call('HGETALL', KEYS[1]), redis.call('ZRANGE', KEYS[2], 0, -1, 'WITHSCORES'), redis.call('TIME')}
 """
 
 
@@ -138,6 +143,10 @@ _service = msgspec.json.Decoder(ServiceRecord)
 _server = msgspec.json.Decoder(ServerRecord)
 
 
+def _pairs(flat: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    return zip(flat[::2], flat[1::2], strict=True)
+
+
 def _decode(packed: bytes) -> ServiceRecord:
     record = _service.decode(packed)
     return _server.decode(packed) if record.kind == "rollout-server" else record
@@ -147,11 +156,11 @@ class ServiceRegistry:
     """The services of one run. All methods raise RedisError."""
 
     def __init__(self, redis: Redis, run_id: str) -> None:
-        self._redis = redis
         keys = RunKeys(run_id)
         self._keys = [keys.services, keys.service_heartbeats]
         self._waits = keys.waits
         self._announce, self._withdraw = redis.register_script(_ANNOUNCE), redis.register_script(_WITHDRAW)
+        self._read = redis.register_script(_READ)
 
     async def announce(self, records: Sequence[ServiceRecord]) -> StoreState:
         """These are alive, from now on for as long as their leases."""
@@ -167,15 +176,12 @@ class ServiceRegistry:
 
     async def services(self) -> list[Listed]:
         """All that are alive or were not long ago, by name."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hgetall(self._keys[0])
-            pipe.zrange(self._keys[1], 0, -1, withscores=True)
-            pipe.time()
-            packed, heard, (seconds, microseconds) = await pipe.execute()
-        now = seconds + microseconds / 1e6
+        records, heard, (seconds, microseconds) = await self._read(keys=self._keys)
+        now = int(seconds) + int(microseconds) / 1e6
+        packed = dict(_pairs(records))
         return [
             Listed(record, now - at < record.lease_s, at)
-            for name, at in sorted((name, milliseconds / 1e3) for name, milliseconds in heard)
+            for name, at in sorted((name, float(milliseconds) / 1e3) for name, milliseconds in _pairs(heard))
             if name in packed and now - at < FORGOTTEN_AFTER_S
             for record in [_decode(packed[name])]
         ]
