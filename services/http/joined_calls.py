@@ -35,7 +35,8 @@ _log = structlog.get_logger()
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 AnswerOne = Callable[[JoinedCall, Caller, Scope], Awaitable[Response]]
-"""Answers one of the calls of the request with this scope; the caller leaves when nobody waits for it any more."""
+"""Answers one of the calls of a request; the caller leaves when nobody waits for it any more. The scope is the request's,
+without the headers that say something of itself (`scope_of`)."""
 
 
 class Lines(EventStream):
@@ -62,9 +63,10 @@ class CallsInOne:
     async def answers(self, calls: Sequence[JoinedCall], scope: Scope) -> AsyncGenerator[bytes, None]:
         """A line a call, several at once where they have piled up. Where it is closed, all that runs is ended."""
         lines, ended = list[bytes](), asyncio.Event()
+        shared = {**scope, "headers": [each for each in scope["headers"] if each[0] not in _OF_THE_REQUEST]}
 
         async def answer(number: int, call: JoinedCall, caller: Caller) -> None:
-            lines.append(await self._line(number, call, caller, scope))
+            lines.append(await self._line(number, call, caller, shared))
             ended.set()
 
         callers = [Caller() for _ in calls]
@@ -111,9 +113,9 @@ class CallsInOne:
             response = error_answer(
                 RollmeshError(f"the service failed on this call ({type(error).__name__})", "see its log")
             )
-        body = msgspec.Raw(bytes(response.body) or b"null")
-        answer = JoinedAnswer(number, response.status_code, body, response.headers.get("retry-after"))
-        return _encoder.encode(answer) + b"\n"
+        status, body = response.status_code, msgspec.Raw(bytes(response.body) or b"null")
+        retry_after = response.headers.get("retry-after") if status >= 400 else None
+        return _encoder.encode(JoinedAnswer(number, status, body, retry_after)) + b"\n"
 
 
 def read_joined(content_type: str | None, body: bytes) -> list[JoinedCall]:
@@ -127,10 +129,8 @@ def read_given_up(content_type: str | None, body: bytes) -> list[str]:
 
 
 def scope_of(call: JoinedCall, caller: Caller, scope: Scope) -> dict[str, Any]:
-    """The scope of one of the calls, as if it had come alone, of the request's `scope`."""
-    headers = [header for header in scope["headers"] if header[0] not in _OF_THE_REQUEST]
-    if call.name:
-        headers.append((_NAME, call.name.encode()))
+    """The scope of one of the calls, as if it had come alone. `scope`: as `CallsInOne` passes it on."""
+    headers = [*scope["headers"], (_NAME, call.name.encode())] if call.name else scope["headers"]
     path = {"path": unquote(call.path), "raw_path": call.path.encode(), "query_string": b""}
     # What one call notes about itself is not the others'.
     return {**scope, **path, "headers": headers, "state": state_for(caller, scope)}
