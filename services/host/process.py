@@ -4,7 +4,8 @@ glibc reads GLIBC_TUNABLES once, when a process starts, so a process that needs 
 
 **Huge pages**, where the kernel's mode is `madvise`. Weights, vLLM's KV cache and a step's temporary tensors are read and
 written faster from pages of 2 MB than of 4 KB (an engine on a CPU generates about a tenth more tokens a second). Memory of
-which little is written is better left to small pages: a page of 2 MB takes 2 ms to be there (`engines.torch.kv_cache`).
+which little is written is better left to small pages: one of 2 MB takes 2 ms to be there (`engines.torch.kv_cache` of the
+rollout server).
 
 **Non-temporal copies** of 1 MiB and more bypass the caches. A copy of weights is not read again soon, and takes a third
 less time or better; a training step on a CPU takes a twentieth less with both (measured on Zen 3, docs/benchmarks.md).
