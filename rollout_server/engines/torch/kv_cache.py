@@ -268,8 +268,8 @@ class KvCache:
 def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """On a CPU, pages that are there once they are written: to fill gigabytes takes seconds, in which nothing is decoded,
     and most of them are not used for long."""
-    if device.type != "cpu":
-        return torch.zeros(sizes, dtype=dtype, device=device)
     count = math.prod(sizes)
-    pages = mmap.mmap(-1, max(1, count * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if device.type != "cpu" or not count:
+        return torch.zeros(sizes, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype, count=count).view(sizes)
