@@ -86,12 +86,7 @@ class KvCache:
         self._max_rows = max_rows
         self._dtype, self._device = dtype, device
         self._starts: list[int] = []
-        self._starts_tensor = torch.zeros(0, dtype=torch.int64, device=device)
-        self._starts_sum = 0
-        self._low = 0
-        self._clock = 0
-        self._memories = self._allocate(min(_FIRST_ROWS, max_rows), _FIRST_COLUMNS)
-        self._columns = torch.arange(_FIRST_COLUMNS, device=device)
+        self.clear()
 
     @property
     def rows(self) -> int:
@@ -203,11 +198,12 @@ class KvCache:
         return own.transpose(0, 1)
 
     def clear(self) -> None:
-        """Free all rows and wipe the memory (a masked column that holds NaN would still poison its row)."""
+        """Free all rows, and begin with fresh memory (a masked column that holds NaN would still poison its row)."""
         self._starts.clear()
+        self._clock = 0
+        self._memories = self._allocate(min(_FIRST_ROWS, self._max_rows), _FIRST_COLUMNS)
+        self._columns = torch.arange(_FIRST_COLUMNS, device=self._device)
         self._rows_changed()
-        for memory in self._memories:
-            memory.zero_()
 
     def _rows_changed(self) -> None:
         self._low = min(self._starts, default=self._clock)

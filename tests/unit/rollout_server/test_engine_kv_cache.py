@@ -148,3 +148,13 @@ def test_clear_wipes_what_is_not_finite() -> None:
     ledger.rows.clear()
     ledger.place([20], [1])
     ledger.step()
+
+
+def test_clear_gives_what_has_grown_back() -> None:
+    ledger = Ledger(64)
+    ledger.place([300], [20])
+    ledger.slots.clear()
+    ledger.rows.clear()
+    assert ledger.slots.allocated == (16, 128)
+    ledger.place([300], [20])
+    ledger.step()
