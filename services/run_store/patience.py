@@ -141,7 +141,9 @@ class PatientRetry(Retry):
                     failures += 1
                     await self._pause(error, failures, ends)
                 else:
-                    self._outage.answered()
+                    if answer is not None:
+                        # redis-py opens its connections through here too, and one that is open already asks Redis nothing.
+                        self._outage.answered()
                     return answer
         finally:
             _in_command.reset(token)

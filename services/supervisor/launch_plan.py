@@ -338,8 +338,9 @@ class ValkeyPlan:
             "port": str(self.port),
             "dir": str(self.data_dir),
             "appendonly": "yes",
-            # One write a second to disk: an acknowledged trajectory survives kill -9 of the server at once (the page
-            # cache holds it) and a power cut but for the last second.
+            # Flushed once a second: an acknowledged trajectory survives kill -9 of Valkey at once (the page cache holds it)
+            # and a power cut but for the last second. Where the disk takes longer to flush, Valkey holds back what it
+            # writes meanwhile, for up to two seconds, and kill -9 loses that.
             "appendfsync": "everysec",
             "save": "",
             "daemonize": "no",

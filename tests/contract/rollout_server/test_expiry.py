@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from rollout_server.lifecycle.expire import expire_idle
 from rollout_server.sessions.group import Group, GroupRegistry
 from rollout_server.sessions.session import Session, SessionEnd, Terms
 from services.run_store.keys import RunKeys
-from services.supervisor.launch_plan import ValkeyPlan
 from services.wire.errors import DrainingError
 from services.wire.rollout_api import SamplingLimits
 from services.wire.sampling import SamplingParams
-from tests.conftest import free_port, wait_for_port
+from tests.support.cut_valkey import CutValkey
 from tests.support.rollout_host import Host, hosting, small_batch
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.until import until
@@ -57,39 +56,32 @@ async def test_a_group_that_was_taken_over_keeps_no_other_from_expiring(
 async def test_a_server_outlives_the_redis_that_it_would_write_ends_to(
     run_id: str, tiny_policy: Path, tmp_path: Path
 ) -> None:
-    plan = ValkeyPlan(data_dir=tmp_path, port=free_port())
-    process = started(plan)
+    valkey = CutValkey(tmp_path)
     try:
         settings = small_batch(batch=16, timeout_s=2.0)
         async with hosting(
-            ScriptedEngine(), redis_url=plan.url, run_id=run_id, model=tiny_policy, settings=settings
+            ScriptedEngine(), redis_url=valkey.plan.url, run_id=run_id, model=tiny_policy, settings=settings
         ) as host:
             await open_session(host, "a")
-            process.kill()
-            process.wait(timeout=10)
+            valkey.kill()
 
             async def given_up() -> bool:
                 answer = await host.http.get("/sessions/a.s")
                 assert answer.status_code in (200, 503), answer.text
                 return answer.status_code == 503
 
-            await until(given_up, 15.0)
-            # Whatever else needs Redis says so, and says that it may be sent again.
-            for answer in await asyncio.gather(*(host.http.get(path) for path in ("/run", "/trajectories"))):
-                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+            with capture_logs() as lines:
+                await until(given_up, 15.0)
+                # Whatever else needs Redis says so, and says that it may be sent again.
+                for answer in await asyncio.gather(*(host.http.get(path) for path in ("/run", "/trajectories"))):
+                    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+            assert "Redis answers again" not in [line["event"] for line in lines]
             assert host.stop.failure is None
-            process = started(plan)
+            valkey.start()
             await until(lambda: dropped(host, 1), 20.0)
             assert host.stop.failure is None
     finally:
-        process.terminate()
-        process.wait(timeout=10)
-
-
-def started(plan: ValkeyPlan) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(plan.command(), stdout=subprocess.DEVNULL)
-    wait_for_port(plan.port, process)
-    return process
+        valkey.close()
 
 
 class Ending:
