@@ -176,8 +176,14 @@ def check_unicode(text: str) -> None:
         raise no_unicode(error) from error
 
 
+# `json.dumps` makes one a call.
+_ASCII, _UNICODE = (
+    json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=ascii_only) for ascii_only in (True, False)
+)
+
+
 def _dumps(value: object, *, ensure_ascii: bool) -> str:
     try:
-        return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=ensure_ascii)
+        return (_ASCII if ensure_ascii else _UNICODE).encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"a message holds what is no JSON ({error})", "send plain JSON values") from error

@@ -226,6 +226,8 @@ def _end_of_answer(text: str) -> int | None:
 
 def _check_unicode(plain: dict[str, Any]) -> None:
     check_unicode(plain["content"])
+    if len(plain) == 2:
+        return  # the role is one of ROLES
     try:
         json.dumps({**plain, "content": ""}, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
