@@ -8,6 +8,7 @@ HTTP call ──► a retry? ──► the answer that is there
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import secrets
 import time
@@ -54,7 +55,7 @@ RECORDED = Recorded()
 
 @dataclass(frozen=True)
 class AnswerDeps:
-    """What answers are made with. `partial_every`: tokens after which an answer that is not streamed is journaled."""
+    """What answers are made with. `partial_every`: tokens after which is journaled what no chunk of a stream has said."""
 
     engine: Engine
     journal: Journal
@@ -68,7 +69,8 @@ class AnswerDeps:
 class AnswerContext:
     """One try of one answer: its session, its names, and the way of its tokens from the engine.
 
-        engine ─► resumed after aborts ─► journal (partial answer) ─► read, chunks ─► journal (whole) ─► captured, released
+        engine ─► resumed after aborts ─► read, chunks ─► journal (partial answer) ─► shown
+                                                  └─ end ─► journal (whole) ─► captured, released
 
     `call_id` and `created` (Unix seconds) come from the partial answer where there is one, so that all tries say the same.
     `partial`: None where no other server could be asked for the answer. `span`: the try's tracing span. `began_at`: of the
@@ -86,7 +88,7 @@ class AnswerContext:
     began_at: float = field(default_factory=time.time)
 
     def generate(self, request: GenerationRequest, prompt: int = 0) -> AsyncGenerator[GenerationDelta, None]:
-        """Deltas of prompt number `prompt`; those of a partial answer are given out once they are in the journal."""
+        """Deltas of prompt number `prompt`. A chunk that is made of them is for `show`."""
         deps, partial = self.deps, self.partial
         trains = self.session.terms.purpose == "train"
         kept = trains and deps.records.masks and request.sampling.only_cuts
@@ -98,10 +100,26 @@ class AnswerContext:
             request = replace(request, stream=True, delta_every=deps.partial_every)
 
         def keep(delta: GenerationDelta) -> Awaitable[None] | None:
-            # The last delta of a call that is not streamed is journaled with the whole answer, a moment later.
-            return partial.add(prompt, delta) if streamed or delta.finish_reason is None else None
+            if not streamed and delta.finish_reason is not None:
+                return None  # journaled with the whole answer, a moment later
+            partial.note(prompt, delta)
+            # A stream's are written with the chunk that they are in.
+            return partial.write() if not streamed or partial.unwritten_tokens >= deps.partial_every else None
 
         return resume(deps.engine, request, deps.until_accepting, partial.replay(prompt, request), keep)
+
+    def show(self, chunk: bytes) -> None:
+        """Send a chunk once what it was made of is in the journal. Where that fails, the journal ends the answer."""
+        written = None if self.partial is None else self.partial.write()
+        if written is None:
+            self.answer.put(chunk)
+        else:
+            # Nobody waits for it: a task that wakes for every chunk once more costs as much as the chunk does.
+            written.add_done_callback(functools.partial(self._put, chunk))
+
+    def _put(self, chunk: bytes, written: asyncio.Future[None]) -> None:
+        if not written.cancelled() and written.exception() is None and not self.answer.ended:
+            self.answer.put(chunk)
 
     def tool_call_ids(self) -> Callable[[], Callable[[], str]]:
         """For each sample's reader, a maker of ids: the same in every try."""

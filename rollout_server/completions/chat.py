@@ -25,7 +25,6 @@ from rollout_server.completions.sampling import choose_sampling
 from rollout_server.engines.base import Engine, GenerationRequest
 from rollout_server.journal.records import SaidRecord
 from rollout_server.sessions.capture import path
-from rollout_server.sessions.responses import Answer
 from rollout_server.sessions.session import Session
 from services.http.app import DONE
 from services.wire.errors import ContextLengthError, UnsupportedParameterError
@@ -85,7 +84,7 @@ class ChatCalls:
             top_logprobs=(call.top_logprobs or 0) if call.logprobs else 0,
         )
         head = chunks.AnswerHead(call_id, answer_context.created, self._model)
-        stream = ChatChunks(call, head, self._texts, answer, context.token_ids) if call.stream else None
+        stream = ChatChunks(call, head, self._texts, answer_context, context.token_ids) if call.stream else None
         ids = answer_context.tool_call_ids()
         with session.reserving(n * request.sampling.max_tokens):
             samples = await collect_samples(
@@ -232,12 +231,17 @@ class ChatChunks:
     """
 
     def __init__(
-        self, call: ChatCall, head: chunks.AnswerHead, texts: chunks.TokenTexts, answer: Answer, prompt: list[int]
+        self,
+        call: ChatCall,
+        head: chunks.AnswerHead,
+        texts: chunks.TokenTexts,
+        context: AnswerContext,
+        prompt: list[int],
     ) -> None:
         self._call = call
         self._head = head
         self._texts = texts
-        self._answer = answer
+        self._context = context
         self._prompt = prompt
         self._begun: set[int] = set()
 
@@ -245,21 +249,21 @@ class ChatChunks:
         """A sample has grown. Without logprobs and token ids to tell of, what says nothing is not sent."""
         if not said and not self._call.logprobs and not self._call.return_token_ids:
             return
-        self._answer.put(self._chunk(sample, said, grown))
+        self._context.show(self._chunk(sample, said, grown))
 
     def close(
         self, samples: Sequence[Sample[AnswerDelta]], finished: Sequence[tuple[AnswerDelta, ParsedAnswer]]
     ) -> None:
         """Stage the last chunks: what was held back, why each sample ended, and the usage if it was asked for."""
         for sample, (rest, parsed) in zip(samples, finished, strict=True):
-            self._answer.stage(self._chunk(sample, rest, 0, finish_reason(sample, parsed)))
+            self._context.answer.stage(self._chunk(sample, rest, 0, finish_reason(sample, parsed)))
         options = self._call.stream_options
         if options is not None and options.include_usage:
             sampled = sum(len(sample.token_ids) for sample in samples)
             usage, before = self._new([]), len(self._prompt)
             usage.usage = chunks.UsagePart(before, sampled, before + sampled)
-            self._answer.stage(chunks.event(usage))
-        self._answer.stage(DONE)
+            self._context.answer.stage(chunks.event(usage))
+        self._context.answer.stage(DONE)
 
     def _new(self, choices: list[chunks.ChatChunkChoice]) -> chunks.ChatChunk:
         return chunks.ChatChunk(self._head.call_id, self._head.created, self._head.model, choices)

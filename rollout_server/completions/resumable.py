@@ -10,6 +10,7 @@ What is left to ask for is decided in `services.policies.continuation`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -164,7 +165,8 @@ def _rest_request(request: GenerationRequest, index: int, sample: _Sample, tries
 class PartialAnswer:
     """What is sampled of one call's answer so far, journaled before its chunks are sent, so that another server can resume.
 
-        engine ─► delta ─► journal ─► chunk ─► agent      the server dies here: no agent has more than the journal
+        engine ─► delta ─► noted ─► chunk ─► journal ─► agent   the server dies here: no agent has more than the journal
+                             └── says nothing yet: it is written with the next that does
         another server: the journal's parts ─► the same code ─► the same chunks, byte for byte ─► engine
 
     A part belongs to one of the call's prompts. Parts are replayed in the order in which they were written, also where the
@@ -179,36 +181,35 @@ class PartialAnswer:
         self._journal = journal
         self._group_id = group_id
         self._known = known
-        self._written = len(known)
         self._replayed = 0
         self._turn = asyncio.Condition()
-        self._new = not known
+        self._numbers = itertools.count(len(known) + 1)
+        self._unwritten: list[PartialHead | PartialPart] = [] if known else [head]
+        self.unwritten_tokens = 0
+        """Of what was noted and not written."""
 
-    def add(self, prompt: int, delta: GenerationDelta) -> Awaitable[None]:
-        """Journal a delta of this prompt; what it returns is done then. Raises as `Journal.append` does."""
-        # A stream comes here for every chunk: no coroutine where none is needed.
-        return self._begin(prompt, delta) if self._new else self._append(prompt, delta)
-
-    async def _begin(self, prompt: int, delta: GenerationDelta) -> None:
-        self._new = False
-        await self._journal.add_partial(self._group_id, self.key, self.head)
-        await self._append(prompt, delta)
-
-    def _append(self, prompt: int, delta: GenerationDelta) -> Awaitable[None]:
-        self._written += 1
-        part = PartialPart(
-            number=self._written,
-            prompt=prompt,
-            index=delta.index,
-            tokens=array("i", delta.token_ids).tobytes(),
-            logprobs=array("d", delta.logprobs).tobytes(),
-            spans=delta.versions,
-            finish_reason=delta.finish_reason,
-            top_logprobs=delta.top_logprobs,
-            kept=delta.kept,
-            experts=delta.experts,
+    def note(self, prompt: int, delta: GenerationDelta) -> None:
+        """A delta of this prompt: it is in the journal once what is noted has been written."""
+        self.unwritten_tokens += len(delta.token_ids)
+        self._unwritten.append(
+            PartialPart(
+                number=next(self._numbers),
+                prompt=prompt,
+                index=delta.index,
+                tokens=array("i", delta.token_ids).tobytes(),
+                logprobs=array("d", delta.logprobs).tobytes(),
+                spans=delta.versions,
+                finish_reason=delta.finish_reason,
+                top_logprobs=delta.top_logprobs,
+                kept=delta.kept,
+                experts=delta.experts,
+            )
         )
-        return self._journal.add_partial(self._group_id, self.key, part)
+
+    def write(self) -> asyncio.Future[None] | None:
+        """Write what was noted; what it returns is done then, and raises as `Journal.append` does. None: nothing was."""
+        unwritten, self._unwritten, self.unwritten_tokens = self._unwritten, [], 0
+        return self._journal.add_partial(self._group_id, self.key, *unwritten) if unwritten else None
 
     async def replay(self, prompt: int, request: GenerationRequest) -> AsyncGenerator[GenerationDelta, None]:
         """The deltas of this prompt that are written down, each when it is its turn among those of all prompts."""

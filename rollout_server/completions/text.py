@@ -27,7 +27,6 @@ from rollout_server.completions.sampling import choose_sampling
 from rollout_server.engines.base import Engine, GenerationRequest
 from rollout_server.journal.records import NodeRecord
 from rollout_server.sessions.capture import digest_of, path
-from rollout_server.sessions.responses import Answer
 from rollout_server.sessions.session import Session
 from services.http.app import DONE
 from services.wire.errors import UnsupportedParameterError, UsageError
@@ -67,7 +66,7 @@ class CompletionCalls:
         sampling = choose_sampling(session.terms.sampling, call, limit, (), longest)
         fitted = fit(session, sampling, contexts, n, longest)
         head = chunks.AnswerHead(call_id, answer_context.created, self._model)
-        stream = TextChunks(call, head, self._texts, answer, contexts) if call.stream else None
+        stream = TextChunks(call, head, self._texts, answer_context, contexts) if call.stream else None
 
         async def sample_one(number: int) -> list[Sample[str]]:
             request = GenerationRequest(
@@ -196,13 +195,13 @@ class TextChunks:
         call: CompletionCall,
         head: chunks.AnswerHead,
         texts: chunks.TokenTexts,
-        answer: Answer,
+        answer_context: AnswerContext,
         contexts: Sequence[Context],
     ) -> None:
         self._call = call
         self._head = head
         self._texts = texts
-        self._answer = answer
+        self._answer_context = answer_context
         self._contexts = contexts
         self._said: dict[int, int] = {}
 
@@ -211,7 +210,7 @@ class TextChunks:
 
         def piece(sample: Sample[str], text: str, grown: int) -> None:
             if text or self._call.logprobs is not None or self._call.return_token_ids:
-                self._answer.put(self._chunk(first + sample.index, sample, text, grown))
+                self._answer_context.show(self._chunk(first + sample.index, sample, text, grown))
 
         return piece
 
@@ -225,14 +224,14 @@ class TextChunks:
         number = 0
         for samples, texts in zip(sampled, finished, strict=True):
             for sample, (rest, _) in zip(samples, texts, strict=True):
-                self._answer.stage(self._chunk(number, sample, rest, 0, ended=True))
+                self._answer_context.answer.stage(self._chunk(number, sample, rest, 0, ended=True))
                 number += 1
         if self._call.stream_options is not None and self._call.stream_options.include_usage:
             count = _count(sampled)
             usage = self._new([])
             usage.usage = chunks.UsagePart(prompt_tokens, count, prompt_tokens + count)
-            self._answer.stage(chunks.event(usage))
-        self._answer.stage(DONE)
+            self._answer_context.answer.stage(chunks.event(usage))
+        self._answer_context.answer.stage(DONE)
 
     def _new(self, choices: list[chunks.TextChunkChoice]) -> chunks.TextChunk:
         return chunks.TextChunk(self._head.call_id, self._head.created, self._head.model, choices)

@@ -53,7 +53,7 @@ class GenerateCalls:
         def piece(sample: Sample[None], _: None, grown: int) -> None:
             # The last chunk of a sample waits until the sample is captured: the next call may follow it at once.
             if encoder is not None and sample.finish_reason is None:
-                answer.put(encoder.chunk(_delta(call_id, sample, len(sample.token_ids) - grown)))
+                answer_context.show(encoder.chunk(_delta(call_id, sample, len(sample.token_ids) - grown)))
                 sent[sample.index] = len(sample.token_ids)
 
         sent = [0] * request.n

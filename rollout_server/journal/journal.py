@@ -15,7 +15,7 @@ lost connection appends nothing twice, and a server that has lost the group appe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -69,13 +69,13 @@ class _Opening:
     done: asyncio.Future[Any]
 
 
-class _Part:
-    """A part of a partial answer. A stream writes one for every chunk, so it says no more than it has to."""
+class _Addition:
+    """Parts of a partial answer. A stream writes some for every chunk, so it says no more than it has to."""
 
-    __slots__ = ("done", "group_id", "partial", "payload")
+    __slots__ = ("done", "group_id", "partial", "payloads")
 
-    def __init__(self, group_id: str, partial: str, payload: bytes) -> None:
-        self.group_id, self.partial, self.payload = group_id, partial, payload
+    def __init__(self, group_id: str, partial: str, payloads: list[bytes]) -> None:
+        self.group_id, self.partial, self.payloads = group_id, partial, payloads
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
@@ -100,7 +100,7 @@ class Journal:
         self._release = redis.register_script(scripts.RELEASE)
         self._lengths: dict[str, int] = {}
         """Elements in the journal of each group that is held."""
-        self._queue: list[_Opening | _Item | _Part] = []
+        self._queue: list[_Opening | _Item | _Addition] = []
         self._wake = asyncio.Event()
 
     def open(
@@ -153,10 +153,13 @@ class Journal:
         return await self._enqueue(item)  # type: ignore[no-any-return]
 
     def add_partial(
-        self, group_id: str, partial: str, part: records.PartialHead | records.PartialPart
-    ) -> Awaitable[None]:
-        """Append to a partial answer; what it returns is done once that is written, and raises as `append` does."""
-        item = _Part(group_id, partial, records.encode_record(part))
+        self, group_id: str, partial: str, *parts: records.PartialHead | records.PartialPart
+    ) -> asyncio.Future[None]:
+        """Append to a partial answer; what it returns is done once that is written, and raises as `append` does.
+
+        Who waits for it hears of it before who waits for an `append` that came later.
+        """
+        item = _Addition(group_id, partial, [records.encode_record(part) for part in parts])
         self._queue.append(item)
         self._wake.set()
         return item.done
@@ -194,21 +197,21 @@ class Journal:
             else:
                 _fail(opening, _lost(opening.group_id))
 
-    async def _write_all(self, batch: list[_Opening | _Item | _Part]) -> None:
+    async def _write_all(self, batch: list[_Opening | _Item | _Addition]) -> None:
         if openings := [item for item in batch if isinstance(item, _Opening)]:
             await self._open_all(openings)
         items: list[_Item] = []
-        parts: list[_Part] = []
+        additions: list[_Addition] = []
         for item in batch:
             if isinstance(item, _Opening):
                 continue
             if item.group_id not in self._lengths:
                 _fail(item, _lost(item.group_id))
-            elif isinstance(item, _Part):
-                parts.append(item)
+            elif isinstance(item, _Addition):
+                additions.append(item)
             else:
                 items.append(item)
-        held: list[_Item | _Part] = [*items, *parts]
+        held: list[_Item | _Addition] = [*additions, *items]
         if not held:
             return
         keys: list[str] = [self._keys.owners]
@@ -222,9 +225,9 @@ class Journal:
             keys.append(self._keys.undelivered(item.group_id) if item.call else item.kept_key)
             args += [item.group_id, item.position, item.payload, item.kept]
             args += ["" if item.kept_s is None else item.kept_s, item.call]
-        for part in parts:
-            keys.append(part.partial)
-            args += (part.group_id, part.payload)
+        for addition in additions:
+            keys.append(addition.partial)
+            args += (addition.group_id, len(addition.payloads), *addition.payloads)
         try:
             answers = await self._write(keys=keys, args=args)
         except RedisError as error:
@@ -236,9 +239,9 @@ class Journal:
             for item in held:
                 _fail(item, failure)
             return
-        for item, written in zip(held, answers, strict=True):
+        for item, written in zip(held, [*answers[len(items) :], *answers[: len(items)]], strict=True):
             if written and item.group_id in self._lengths:
-                if isinstance(item, _Part):
+                if isinstance(item, _Addition):
                     if not item.done.done():
                         item.done.set_result(None)
                     continue
@@ -355,7 +358,7 @@ def _settle(item: _Opening | _Item) -> None:
         item.done.set_result(result)
 
 
-def _fail(item: _Opening | _Item | _Part, error: RollmeshError) -> None:
+def _fail(item: _Opening | _Item | _Addition, error: RollmeshError) -> None:
     if not item.done.done():
         item.done.set_exception(error)
 

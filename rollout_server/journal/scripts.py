@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from services.run_store.scripts import BATCHES, CONCLUDE
 
-# KEYS: owners; for each record journal, partial answer, what is kept beside, undelivered calls; for each part of a partial
-# answer its key. ARGV: owner, how long a partial answer is kept, how many records; for each record group, position,
-# payload, the value that is kept, for how long ('' for no end), the call that is answered; for each part group, payload.
-# Answers 1 for each that is in the journal now, records first. Parts are written before records: nobody waits for a part
-# whose client went away, and it must not be kept on behind the record that removes its answer. A partial answer's time
-# begins anew with one in 32 of its parts: a part is written for every chunk of a stream, so each command counts.
+# KEYS: owners; for each record journal, partial answer, what is kept beside, undelivered calls; for each addition to a
+# partial answer its key. ARGV: owner, how long a partial answer is kept, how many records; for each record group, position,
+# payload, the value that is kept, for how long ('' for no end), the call that is answered; for each addition group, how
+# many parts, and these. Answers 1 for each that is in the journal now, records first. Parts are written before records:
+# nobody waits for a part whose client went away, and it must not be kept on behind the record that removes its answer. A
+# partial answer's time begins anew with one in 32 of its parts: there is an addition for every chunk of a stream, so each
+# command counts.
 WRITE = (
     BATCHES
     + """
@@ -17,13 +18,21 @@ local records = tonumber(ARGV[3])
 local first_part = 4 + 6 * records
 local groups = {}
 for at = 4, first_part - 1, 6 do groups[#groups + 1] = ARGV[at] end
-for at = first_part, #ARGV, 2 do groups[#groups + 1] = ARGV[at] end
-local owners, done, at = fetched(KEYS[1], groups), {}, first_part
+local at = first_part
+while at <= #ARGV do
+  groups[#groups + 1] = ARGV[at]
+  at = at + 2 + ARGV[at+1]
+end
+local owners, done = fetched(KEYS[1], groups), {}
+at = first_part
 for i = 4 * records + 2, #KEYS do
-  local ok = owners[ARGV[at]] == ARGV[1]
-  if ok and redis.call('RPUSH', KEYS[i], ARGV[at+1]) % 32 == 1 then redis.call('EXPIRE', KEYS[i], ARGV[2]) end
-  done[records + (at - first_part) / 2 + 1] = ok and 1 or 0
-  at = at + 2
+  local ok, parts = owners[ARGV[at]] == ARGV[1], tonumber(ARGV[at+1])
+  if ok then
+    local length = redis.call('RPUSH', KEYS[i], unpack(ARGV, at + 2, at + 1 + parts))
+    if (length - 1) % 32 < parts then redis.call('EXPIRE', KEYS[i], ARGV[2]) end
+  end
+  done[i - 3 * records - 1] = ok and 1 or 0
+  at = at + 2 + parts
 end
 at = 4
 for record = 1, records do

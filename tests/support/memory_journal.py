@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from typing import TypeVar
 
 from rollout_server.journal.records import (
@@ -15,6 +17,19 @@ from rollout_server.journal.records import (
 )
 
 T = TypeVar("T")
+
+
+class _Written(asyncio.Future[None]):
+    """Who waits for it hears at once, and so before an `append` is done that comes later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_result(None)
+
+    def add_done_callback(
+        self, then: Callable[[asyncio.Future[None]], object], *, context: Context | None = None
+    ) -> None:
+        then(self)
 
 
 class MemoryJournal:
@@ -42,8 +57,9 @@ class MemoryJournal:
             self.answers[answer[0]] = answer[1]
         return then()
 
-    async def add_partial(self, group_id: str, partial: str, part: PartialHead | PartialPart) -> None:
-        self.partials.setdefault(partial, []).append(encode_record(part))
+    def add_partial(self, group_id: str, partial: str, *parts: PartialHead | PartialPart) -> asyncio.Future[None]:
+        self.partials.setdefault(partial, []).extend(encode_record(part) for part in parts)
+        return _Written()
 
     async def give_again(self, group_id: str, call: str) -> None:
         """Nothing was noted."""

@@ -245,6 +245,39 @@ async def test_a_partial_answer_is_kept_for_an_hour_after_one_of_its_last_parts(
         assert 3000 < await redis.ttl(partial) <= 3600
 
 
+async def test_parts_that_are_added_at_once_stand_in_their_order_and_begin_the_hour_anew(
+    redis: Redis, run_id: str
+) -> None:
+    async with writer(redis, run_id, "a") as one:
+        await one.journal.open(BEGAN, [], lambda: None)
+        parts = [PartialPart(number, 0, 0, b"", b"", [], None) for number in range(1, 71)]
+        here, there = one.journal.partial_key("s", "c"), one.journal.partial_key("s", "d")
+        await asyncio.gather(
+            one.journal.add_partial("g", here, PartialHead("call", 7), *parts[:40]),
+            one.journal.add_partial("g", there, parts[0]),
+            one.journal.add_partial("g", here, *parts[40:42]),
+        )
+        assert 3000 < await redis.ttl(here) <= 3600
+        await redis.expire(here, 100)
+        await one.journal.add_partial("g", here, *parts[42:])
+        assert 3000 < await redis.ttl(here) <= 3600
+        assert await one.journal.read_partial(here) == [PartialHead("call", 7), *parts]
+        assert await one.journal.read_partial(there) == parts[:1]
+
+
+@pytest.mark.parametrize("kind", ["real", "memory"])
+async def test_who_waits_for_parts_hears_of_them_before_who_waits_for_a_later_record(
+    kind: str, redis: Redis, run_id: str
+) -> None:
+    told: list[str] = []
+    async with either(kind, redis, run_id) as journal:
+        partial = journal.partial_key("s", "c")
+        journal.add_partial("g", partial, PartialHead("call", 7)).add_done_callback(lambda _: told.append("parts"))
+        await journal.append("g", reward(1.0), lambda: None, partial=partial)
+        told.append("record")
+    assert told == ["parts", "record"]
+
+
 async def test_records_and_parts_that_are_written_together_each_heed_their_groups_owner(
     redis: Redis, run_id: str
 ) -> None:
