@@ -8,7 +8,6 @@ HTTP call ──► a retry? ──► the answer that is there
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import secrets
 import time
@@ -114,12 +113,7 @@ class AnswerContext:
         if written is None:
             self.answer.put(chunk)
         else:
-            # Nobody waits for it: a task that wakes for every chunk once more costs as much as the chunk does.
-            written.add_done_callback(functools.partial(self._put, chunk))
-
-    def _put(self, chunk: bytes, written: asyncio.Future[None]) -> None:
-        if not written.cancelled() and written.exception() is None and not self.answer.ended:
-            self.answer.put(chunk)
+            self.answer.put_once_written(chunk, written)
 
     def tool_call_ids(self) -> Callable[[], Callable[[], str]]:
         """For each sample's reader, a maker of ids: the same in every try."""

@@ -12,6 +12,7 @@ A whole answer is one chunk, a streamed one many; both are replayed byte for byt
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class Answer:
         self.delivered = False
         """Whether a client that listened got it, or the beginning of it."""
         self._on_delivery: list[Callable[[], object]] = []
+        self._unwritten: deque[bytes] = deque()
         self._staged: list[bytes] = []
         self._waiting: list[asyncio.Future[None]] = []
 
@@ -56,11 +58,22 @@ class Answer:
     @property
     def bytes_to_come(self) -> bytes:
         """The whole answer, as it is once what was staged is released."""
-        return b"".join([*self.chunks, *self._staged])
+        return b"".join([*self.chunks, *self._unwritten, *self._staged])
 
     def put(self, chunk: bytes) -> None:
         self.chunks.append(chunk)
         self._wake()
+
+    def put_once_written(self, chunk: bytes, written: asyncio.Future[None]) -> None:
+        """`put` once `written` is done; never if it fails. Those of several chunks are done in the chunks' order."""
+        # Nobody waits for it: a task that wakes for every chunk once more costs as much as the chunk does.
+        self._unwritten.append(chunk)
+        written.add_done_callback(self._put_next)
+
+    def _put_next(self, written: asyncio.Future[None]) -> None:
+        chunk = self._unwritten.popleft()
+        if not written.cancelled() and written.exception() is None and not self.ended:
+            self.put(chunk)
 
     def stage(self, chunk: bytes) -> None:
         """Keep a chunk back until `release`: no client may get the end of an answer that is not in the journal."""

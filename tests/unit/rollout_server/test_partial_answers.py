@@ -94,6 +94,7 @@ async def test_a_chunk_is_shown_once_what_it_was_made_of_is_written() -> None:
     shown = []
     async with answering(journal, tokens=6, said_every=2) as answer:
         assert (len(journal.additions), answer.chunks) == (3, [])
+        assert answer.bytes_to_come == b"2;4;6;", "what is kept for retries is whole"
         for _, done in journal.additions[:2]:
             done.set_result(None)
             await asyncio.sleep(0)
