@@ -176,7 +176,7 @@ def check_unicode(text: str) -> None:
         raise no_unicode(error) from error
 
 
-# `json.dumps` makes one a call.
+# `json.dumps` with such options makes an encoder at each call.
 _ASCII, _UNICODE = (
     json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=ascii_only) for ascii_only in (True, False)
 )

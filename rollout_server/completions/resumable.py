@@ -177,7 +177,6 @@ class PartialAnswer:
         self, journal: Journal, group_id: str, key: str, head: PartialHead, known: Sequence[PartialPart]
     ) -> None:
         self.key = key
-        self.head = head
         self._journal = journal
         self._group_id = group_id
         self._known = known

@@ -15,20 +15,21 @@ WRITE = (
     BATCHES
     + """
 local records = tonumber(ARGV[3])
-local first_part = 4 + 6 * records
+local first_addition = 4 + 6 * records
 local groups = {}
-for at = 4, first_part - 1, 6 do groups[#groups + 1] = ARGV[at] end
-local at = first_part
+for at = 4, first_addition - 1, 6 do groups[#groups + 1] = ARGV[at] end
+local at = first_addition
 while at <= #ARGV do
   groups[#groups + 1] = ARGV[at]
   at = at + 2 + ARGV[at+1]
 end
 local owners, done = fetched(KEYS[1], groups), {}
-at = first_part
+at = first_addition
 for i = 4 * records + 2, #KEYS do
   local ok, parts = owners[ARGV[at]] == ARGV[1], tonumber(ARGV[at+1])
   if ok then
-    local length = redis.call('RPUSH', KEYS[i], unpack(ARGV, at + 2, at + 1 + parts))
+    local length
+    for part = at + 2, at + 1 + parts do length = redis.call('RPUSH', KEYS[i], ARGV[part]) end
     if (length - 1) % 32 < parts then redis.call('EXPIRE', KEYS[i], ARGV[2]) end
   end
   done[i - 3 * records - 1] = ok and 1 or 0

@@ -250,7 +250,7 @@ async def test_parts_that_are_added_at_once_stand_in_their_order_and_begin_the_h
 ) -> None:
     async with writer(redis, run_id, "a") as one:
         await one.journal.open(BEGAN, [], lambda: None)
-        parts = [PartialPart(number, 0, 0, b"", b"", [], None) for number in range(1, 71)]
+        parts = [PartialPart(number, 0, 0, b"", b"", [], None) for number in range(1, 9001)]
         here, there = one.journal.partial_key("s", "c"), one.journal.partial_key("s", "d")
         await asyncio.gather(
             one.journal.add_partial("g", here, PartialHead("call", 7), *parts[:40]),
