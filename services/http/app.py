@@ -7,7 +7,7 @@ import json
 import math
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 from typing import Any
 
@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.host.ports import bound_socket
 from services.host.process import collect_seldom, give_memory_back
 from services.http.connection import BOUNDS, Bounds, guarded
+from services.http.server import Server
 from services.observability.catalog import SERVICE_BUILD, SERVICE_NOT_READY
 from services.observability.metrics import CONTENT_TYPE, Metrics, Reading
 from services.security.permissions import require_loopback
@@ -204,24 +205,6 @@ class Stop:
         self._request()
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, stop: Stop, *, takes_signals: bool) -> None:
-        super().__init__(config)
-        self._stop = stop
-        self._takes_signals = takes_signals
-        stop.attach(self._request_exit)
-
-    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return super().capture_signals() if self._takes_signals else nullcontext()
-
-    def _request_exit(self) -> None:
-        self.should_exit = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._stop.on_stop()
-        await super().shutdown(sockets)
-
-
 def make_server(
     app: FastAPI,
     stop: Stop,
@@ -252,7 +235,9 @@ def make_server(
         ssl_certfile=None if identity is None else identity.certificate,
         ssl_keyfile=None if identity is None else identity.key,
     )
-    return _Server(config, stop, takes_signals=takes_signals)
+    server = Server(config, lambda: stop.on_stop(), takes_signals=takes_signals)
+    stop.attach(server.end)
+    return server
 
 
 def serve(
