@@ -82,7 +82,8 @@ class Takeover:
         self._ledger = ledger
         self._servers = servers
         self._server_id = server_id
-        self._http = httpx.AsyncClient(timeout=PROBE_WITHIN_S, verify=trust.verify)
+        self._http: httpx.AsyncClient | None = None
+        """Made for the first probe: it reads all authorities of the system."""
         self._trust = trust
         self.taking = True
         """Whether it takes groups over. Not while the server is on its way out, or its engine serves nothing."""
@@ -96,7 +97,8 @@ class Takeover:
         for _, probe in self._probes.values():
             probe.cancel()
         await asyncio.gather(*(probe for _, probe in self._probes.values()), return_exceptions=True)
-        await self._http.aclose()
+        if self._http is not None:
+            await self._http.aclose()
 
     async def session(self, session_id: str) -> Session | SessionEnd | None:
         """The session, or what is left of it, now held here; None for one unknown. Raises as `hold_group` does."""
@@ -199,6 +201,8 @@ class Takeover:
         url = found.get(owner)
         if url is None:
             return None
+        if self._http is None:
+            self._http = httpx.AsyncClient(timeout=PROBE_WITHIN_S, verify=self._trust.verify)
         try:
             answer = await self._http.get(f"{url}/livez")
         except httpx.HTTPError as error:

@@ -17,6 +17,7 @@ from services.run_store.client import connect
 from services.run_store.discovery import ServiceRegistry
 from services.security.tls import PLAIN, Tls
 from tests.support.fake_servers import FakeServer, fake_servers
+from tests.support.served_app import context_of
 from tests.support.until import until
 
 
@@ -60,7 +61,7 @@ async def gateway(redis_url: str, run_id: str, *, tls: Tls = PLAIN, **settings: 
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     redis = connect(redis_url)
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=20.0, verify=tls.trust.verify) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=20.0, verify=context_of(tls.trust)) as http:
             await until(lambda: server.started)
             yield GatewayHost(http, url, ServiceRegistry(redis, run_id))
     finally:

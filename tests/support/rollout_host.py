@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,9 @@ from services.run_store.client import connect
 from services.run_store.ledger import Ledger
 from services.run_store.stream import TrajectoryReader
 from services.security.permissions import NO_KEYS, Keys
-from services.security.tls import PLAIN, Tls, Trust
+from services.security.tls import PLAIN, Tls
 from services.wire.trajectory import Trajectory, decode_trajectory
+from tests.support.served_app import context_of
 from tests.support.until import until as until
 from weight_bus.client.membership import Bus
 
@@ -120,23 +119,13 @@ async def hosting(
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     redis = connect(redis_url)
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=20.0, verify=_context(tls.trust)) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=20.0, verify=context_of(tls.trust)) as http:
             await until_ready(http, serving)
             yield Host(http, url, redis, Ledger(redis, run_id), run_id, stop, redis_url)
     finally:
         server.should_exit = True
         await serving
         await redis.aclose()
-
-
-def _context(trust: Trust) -> ssl.SSLContext:
-    return trust.verify if isinstance(trust.verify, ssl.SSLContext) else _public_context()
-
-
-@cache
-def _public_context() -> ssl.SSLContext:
-    """One for all tests: each would read the authorities of the whole world anew, a fifth of a server's start."""
-    return httpx.create_ssl_context()
 
 
 async def until_ready(http: httpx.AsyncClient, serving: asyncio.Task[None], deadline_s: float = 30.0) -> None:
