@@ -93,10 +93,8 @@ class GatewayBench(msgspec.Struct, frozen=True, kw_only=True):
     """p50, p95 and max of the figure's calls; `whole_p50` and `whole_p95`: to the end of answers that were not streamed."""
     failover_calls: dict[str, int]
     """Calls at killed servers, streamed and whole; and all answers that agents got in that part, none of them an error."""
-    gateway_cpu_ms_per_call: dict[str, float]
-    """CPU of the gateway's process, by way of asking."""
-    http_cpu_ms_per_call: dict[str, float]
-    """CPU of a server's event loop, by way of asking."""
+    cpu_ms_per_call: dict[str, dict[str, float]]
+    """CPU of a call, by arm and by what spent it. `client`: this process, which bare engines hardly need."""
     spread: dict[str, list[float]]
     """Each ratio round by round, added latency by quartiles, failover's p95 kill by kill."""
     tokens_per_s: dict[str, list[float]]
@@ -113,8 +111,7 @@ def judge(
     prefills: Mapping[str, Sequence[Prefilled]],
     killed: Killed,
     *,
-    gateway_cpu_ms: Mapping[str, float],
-    http_cpu_ms: Mapping[str, float],
+    cpu_ms: Mapping[str, Mapping[str, float]],
     setting: Setting,
     load_before: tuple[float, float, float],
     cores: int,
@@ -123,7 +120,7 @@ def judge(
     """Put the figures together.
 
     `latencies`: seconds of single requests, pairwise, of `gateway`, `server` and `engine`. `prefills`: by
-    round, of `prefill_vs_optimum` and `ungrouped_vs_optimum`.
+    round, of `prefill_vs_optimum` and `ungrouped_vs_optimum`. `cpu_ms`: of a call, by arm and by what spent it.
     """
     by_name = {name: by_round(speeds, *arms) for name, arms in RATIOS.items()} | {
         name: [each.ratio for each in rounds] for name, rounds in prefills.items()
@@ -150,8 +147,7 @@ def judge(
             "whole": len(killed.whole_s),
             "all_answers": killed.answers,
         },
-        gateway_cpu_ms_per_call={way: round(value, 3) for way, value in gateway_cpu_ms.items()},
-        http_cpu_ms_per_call={way: round(value, 3) for way, value in http_cpu_ms.items()},
+        cpu_ms_per_call={arm: {who: round(ms, 3) for who, ms in spent.items()} for arm, spent in cpu_ms.items()},
         spread={
             **by_name,
             "added_latency_ms_quartiles": [round(value, 3) for value in statistics.quantiles(added, n=4)],
@@ -208,9 +204,9 @@ def as_table(bench: GatewayBench) -> Table:
         ", ".join(f"{name.replace('_', ' ')} {figure:.2f}" for name, figure in bench.failover_s.items())
         + f" s; {calls['all_answers']} answers, no error",
     )
-    for who, cost in (("gateway", bench.gateway_cpu_ms_per_call), ("server's event loop", bench.http_cpu_ms_per_call)):
-        for way, milliseconds in cost.items():
-            table.add_row(f"CPU a call of the {who}, {way}", f"{milliseconds:.2f} ms", "")
+    for arm, spent in bench.cpu_ms_per_call.items():
+        by_whom = ", ".join(f"{who} {milliseconds:.2f}" for who, milliseconds in spent.items())
+        table.add_row(f"CPU a call, {arm}", f"{sum(spent.values()):.2f} ms", by_whom)
     for arm, speeds in bench.tokens_per_s.items():
         table.add_row(f"tokens/s, {arm}", "", ", ".join(f"{figure:.0f}" for figure in speeds))
     load = ", ".join(f"{figure:.2f}" for figure in bench.load_before)

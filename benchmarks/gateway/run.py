@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -38,7 +39,7 @@ from benchmarks.gateway.failover import Kill, Killed, kill_under_load
 from benchmarks.gateway.report import RATIOS, GatewayBench, Prefilled, Setting, judge
 from benchmarks.harness.bare_engine import BareEngine, running_bare_engine
 from benchmarks.harness.command import Say, check_hidden_size, run_measurement, show
-from benchmarks.harness.processes import cpu_s, running_redis, versions
+from benchmarks.harness.processes import cpu_s, own_cpu_s, running_redis, versions
 from benchmarks.harness.servers import Fleet, Opened, client, plan_mesh, running_fleet
 from benchmarks.harness.timing import (
     Arms,
@@ -61,6 +62,7 @@ from benchmarks.harness.workload import (
     save_random_policy,
     save_workload,
 )
+from services.run_store.client import connect
 from services.wire.sampling import KvPolicy
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -137,9 +139,8 @@ class _Figures:
     latencies: dict[str, list[float]] = field(default_factory=dict)
     prefills: dict[str, list[Prefilled]] = field(default_factory=lambda: defaultdict(list))
     killed: Killed = field(default_factory=Killed)
-    gateway_cpu_ms: dict[str, float] = field(default_factory=dict)
-    """CPU a call, by way; `http_cpu_ms`: of the servers' event loops."""
-    http_cpu_ms: dict[str, float] = field(default_factory=dict)
+    cpu_ms: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Of a call, by arm and by what spent it."""
 
 
 async def measure_gateway(shape: GatewayShape, folder: Path, say: Say) -> GatewayBench:
@@ -163,8 +164,7 @@ async def measure_gateway(shape: GatewayShape, folder: Path, say: Say) -> Gatewa
         figures.latencies,
         figures.prefills,
         figures.killed,
-        gateway_cpu_ms=figures.gateway_cpu_ms,
-        http_cpu_ms=figures.http_cpu_ms,
+        cpu_ms=figures.cpu_ms,
         setting=Setting(
             engine=_ENGINE,
             servers=_SERVERS,
@@ -227,8 +227,10 @@ class _Bench:
             figures.speeds = await speed.in_rounds(shape.rounds, self._rng, say)
             figures.latencies = await speed.alone(shape.pairs, _LATENCY_TOKENS, self._rng)
         calls = shape.requests * shape.rounds
-        figures.gateway_cpu_ms = {way: 1e3 * seconds / calls for way, seconds in speed.gateway_cpu_s.items()}
-        figures.http_cpu_ms = {way: 1e3 * seconds / calls for way, seconds in speed.http_cpu_s.items()}
+        figures.cpu_ms = {
+            arm: {who: 1e3 * seconds / calls for who, seconds in spent.items()}
+            for arm, spent in sorted(speed.cpu_s.items())
+        }
 
     async def prefills(self, fleet: Fleet) -> None:
         """Groups whose sessions name them, then such that do not."""
@@ -287,15 +289,14 @@ _Way = Literal["plain", "streamed"]
 class GatewaySpeed:
     """`engines`: as many as the fleet has servers. `concurrency`: in flight in all.
 
-    `gateway_cpu_s`: CPU seconds of the gateway's process in all counted rounds, by way; `http_cpu_s`: of the servers' event
-    loops meanwhile.
+    `cpu_s`: CPU seconds in all counted rounds, by arm and by what spent them, of the arms through the gateway and of those
+    in bare engines.
     """
 
     def __init__(
         self, fleet: Fleet, engines: Sequence[BareEngine], exchanges: Sequence[Exchange], concurrency: int
     ) -> None:
-        self.gateway_cpu_s: dict[str, float] = defaultdict(float)
-        self.http_cpu_s: dict[str, float] = defaultdict(float)
+        self.cpu_s: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._fleet = fleet
         self._engines = engines
         self._exchanges = exchanges
@@ -318,8 +319,7 @@ class GatewaySpeed:
             "servers_streamed": lambda: self._at_servers("streamed"),
         }
         await warm_up(arms)
-        self.gateway_cpu_s.clear()
-        self.http_cpu_s.clear()
+        self.cpu_s.clear()
         return await in_rounds(arms, rounds, rng, after_round)
 
     async def alone(self, requests: int, max_tokens: int, rng: random.Random) -> dict[str, list[float]]:
@@ -341,15 +341,20 @@ class GatewaySpeed:
             part = self._parts[number]
             return (await self._engines[number].load(part.start, len(part), self._at_each, stream=stream)).tokens
 
-        return await in_parallel(range(len(self._parts)), len(self._parts), load)
+        before = self._engines_cpu_s()
+        rate = await in_parallel(range(len(self._parts)), len(self._parts), load)
+        self.cpu_s["engines_streamed" if stream else "engines"]["engines"] += self._engines_cpu_s() - before
+        return rate
 
     async def _through_gateway(self, way: _Way) -> Rate:
         """All at the gateway, each in a session of its own; they are given up outside the clock and the count of CPU."""
         gateway = self._fleet.gateway
-        gateway_before, http_before = cpu_s(gateway.child), await self._http_cpu_s()
+        before = await self._mesh_cpu_s()
         rate, opened = await gateway.arm.as_agents(self._exchanges, self._concurrency, way)
-        self.gateway_cpu_s[way] += cpu_s(gateway.child) - gateway_before
-        self.http_cpu_s[way] += await self._http_cpu_s() - http_before
+        after = await self._mesh_cpu_s()
+        spent = self.cpu_s["gateway_streamed" if way == "streamed" else "gateway"]
+        for who, seconds in after.items():
+            spent[who] += seconds - before[who]
         await gateway.arm.give_up(opened)
         return rate
 
@@ -372,8 +377,22 @@ class GatewaySpeed:
     def _at_each(self) -> int:
         return max(self._concurrency // len(self._parts), 1)
 
-    async def _http_cpu_s(self) -> float:
-        return sum([(await server.engine()).http_cpu_s for server in self._servers])
+    def _engines_cpu_s(self) -> float:
+        return sum(cpu_s(engine.child) for engine in self._engines)
+
+    async def _mesh_cpu_s(self) -> dict[str, float]:
+        """Of all that a call through the gateway costs. An engine is a process that its server has started."""
+        servers = [member.child for member in self._fleet.servers.values()]
+        alone = sum(map(own_cpu_s, servers))
+        async with connect(self._fleet.plan.redis_url) as redis:
+            of_redis = await redis.info("cpu")
+        return {
+            "engines": sum(map(cpu_s, servers)) - alone,
+            "servers": alone,
+            "gateway": cpu_s(self._fleet.gateway.child),
+            "redis": float(of_redis["used_cpu_user"] + of_redis["used_cpu_sys"]),
+            "client": time.process_time(),
+        }
 
 
 async def prefill_groups(

@@ -24,6 +24,7 @@ from benchmarks.harness.timing import Rate, in_parallel
 from benchmarks.harness.workload import TIMED_KV_POLICY, Exchange, load_workload
 from rollout_server.engines.base import Engine, GenerationRequest
 from services.config.settings import RunSettings
+from services.supervisor.processes import Child
 
 _START_WITHIN_S = 300.0
 _LOAD_WITHIN_S = 600.0
@@ -50,6 +51,10 @@ class BareEngine:
 
     def __init__(self, piped: Piped) -> None:
         self._piped = piped
+
+    @property
+    def child(self) -> Child:
+        return self._piped.child
 
     async def load(self, first: int, count: int, concurrency: int, *, stream: bool) -> Rate:
         return await self._piped.ask(Load(first, count, concurrency, stream), Rate, _LOAD_WITHIN_S)

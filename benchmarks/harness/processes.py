@@ -54,6 +54,12 @@ def cpu_s(child: Child) -> float:
     return float(sum(each.user + each.system for each in times))
 
 
+def own_cpu_s(child: Child) -> float:
+    """CPU seconds so far of this process alone, all its threads."""
+    times = psutil.Process(child.pid).cpu_times()
+    return float(times.user + times.system)
+
+
 def _with_children(child: Child) -> list[psutil.Process]:
     own = psutil.Process(child.pid)
     return [own, *own.children(recursive=True)]

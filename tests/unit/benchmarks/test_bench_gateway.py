@@ -39,8 +39,7 @@ def judged(kills: list[Kill]) -> GatewayBench:
         {"gateway": [0.014, 0.016], "server": [0.013, 0.013], "engine": [0.010, 0.011]},
         {"prefill_vs_optimum": [Prefilled(105, 100, 800)], "ungrouped_vs_optimum": [Prefilled(200, 100, 800)]},
         Killed(kills, answers=70),
-        gateway_cpu_ms={"plain": 0.51234},
-        http_cpu_ms={"plain": 1.5},
+        cpu_ms={"engines": {"engines": 80.0}, "gateway": {"engines": 80.25, "gateway": 0.51234}},
         setting=Setting(
             engine="torch",
             servers=2,
@@ -127,6 +126,7 @@ def test_what_it_says_follows_from_what_was_measured() -> None:
     assert (bench.failover_s_p95, bench.failover_s["p50"]) == (0.4, 0.3)
     assert bench.failover_calls == {"streamed": 3, "whole": 1, "all_answers": 70}
     assert bench.spread["failover_s_p95"] == [0.4, 0.3]
+    assert bench.cpu_ms_per_call["gateway"] == {"engines": 80.25, "gateway": 0.512}
     assert "no error" in "".join(str(cell) for column in as_table(bench).columns for cell in column.cells)
 
 
@@ -219,6 +219,10 @@ def test_a_small_benchmark_kills_a_server_says_all_its_figures_and_leaves_no_pro
     grouped = figures["prefill_tokens"]["prefill_vs_optimum"][0]
     assert grouped["optimum"] <= grouped["computed"] < grouped["asked"]
     assert figures["failover_calls"]["all_answers"] > 0
+    cpu = figures["cpu_ms_per_call"]
+    assert cpu.keys() == {"engines", "engines_streamed", "gateway", "gateway_streamed"}
+    assert cpu["gateway"].keys() == {"engines", "servers", "gateway", "redis", "client"}
+    assert all(sum(spent.values()) > 0.0 for spent in cpu.values())
     commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     assert not [line for line in commands if str(tmp_path) in line]
     assert list(tmp_path.glob("rollmesh-*")) == []  # torch leaves an empty folder of its own
