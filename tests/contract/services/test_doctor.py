@@ -41,7 +41,7 @@ class Task:
     def problem(self, split, index, seed):
         if self.fault == "nondeterministic":
             return Problem(split, index, prompt=f"{next(COUNTED)}=")
-        if self.fault == "slow":
+        if self.fault == "slow" and index == 3:
             time.sleep(0.3)
         if self.fault == "splits-overlap":
             return Problem(split, index, prompt=f"{index}=", solution="1")

@@ -72,6 +72,7 @@ async def test_without_trl_the_rest_is_measured_and_the_reason_told(tmp_path: Pa
     assert f"8 answers after {PROMPT_TOKENS} tokens of prompt" in measured.seen["batch"]
 
 
+@pytest.mark.slow
 async def test_what_is_shared_and_what_is_kept_is_measured() -> None:
     threads, said = torch.get_num_threads(), list[str]()
     prefixes = await measure_prefixes(1, 1, 1, said.append, {"shared_prefix_time": (24, 2)})
@@ -117,6 +118,7 @@ def test_a_report_holds_its_figures_and_why_some_are_missing() -> None:
     assert as_table(bench).row_count == len(FIGURES) + 1
 
 
+@pytest.mark.slow
 async def test_a_plan_of_memory_is_what_a_process_takes() -> None:
     case = Case("small", sized(256, 4, (8, 4, 32), 768, 4096), ["trainer.micro_batch_tokens=1024"])
     said: list[str] = []

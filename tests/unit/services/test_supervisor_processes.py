@@ -204,7 +204,9 @@ asyncio.run(main())
 
 
 _UNTOLD = pytest.param(
-    _FAMILY, "untold", marks=pytest.mark.skipif(sys.platform != "linux", reason="such a child is found in /proc")
+    _FAMILY,
+    "untold",
+    marks=[pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="such a child is found in /proc")],
 )
 
 

@@ -100,9 +100,9 @@ def _real(case: Case) -> int:
     "overrides",
     [
         [],
-        ["trainer.activation_checkpointing=full"],
+        pytest.param(["trainer.activation_checkpointing=full"], marks=pytest.mark.slow),
         ["trainer.activation_checkpointing=selective", "trainer.dtype=bfloat16"],
-        ["trainer.lora.rank=4"],
+        pytest.param(["trainer.lora.rank=4"], marks=pytest.mark.slow),
         ["trainer.advantage.estimator=gae", "trainer.loss.kl=0.1"],
     ],
     ids=["plain", "full", "selective, bfloat16", "adapters", "critic and reference"],
@@ -127,8 +127,8 @@ def _plan(**changed: Any) -> tuple[Case, Plan]:
     [
         {},
         {"tied": True, "vocabulary": 16_384},
-        {"kind": "llama", "overrides": ["trainer.dtype=bfloat16"]},
-        {"overrides": ["trainer.activation_checkpointing=full"]},
+        pytest.param({"kind": "llama", "overrides": ["trainer.dtype=bfloat16"]}, marks=pytest.mark.slow),
+        pytest.param({"overrides": ["trainer.activation_checkpointing=full"]}, marks=pytest.mark.slow),
         {"overrides": ["trainer.activation_checkpointing=full", "trainer.advantage.estimator=gae"]},
         {"overrides": ["trainer.lora.rank=8"]},
     ],
@@ -220,10 +220,10 @@ def test_experts_are_planned() -> None:
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        pytest.param(2, {"expert": 2}, marks=pytest.mark.slow),
+        (2, {"expert": 2}),
         pytest.param(4, {"expert": 2, "context": 2}, marks=pytest.mark.slow),
         pytest.param(2, {"expert": 2, "tensor": 2}, marks=pytest.mark.slow),
-        (4, {"expert": 2, "tensor": 2}),
+        pytest.param(4, {"expert": 2, "tensor": 2}, marks=pytest.mark.slow),
     ],
     ids=["data", "data, context", "tensor", "tensor, data"],
 )

@@ -55,9 +55,11 @@ EVERY = {"advantage": {"estimator": "gae"}, "loss": {"kl": 0.1}}
         # Of 32 rows and 64 no rank has as many as the others.
         ({"data": 3}, EVERY, ["Qwen3", "Qwen3-MoE", "gpt-oss", "Gemma 3"]),
         ({"data": 2}, {"lora": {"rank": 4}}, ["Qwen3"]),
-        ({"data": 2, "tensor": 2}, {"loss": {"kl": 0.1}}, ["Qwen3", "Qwen3-MoE", "Llama"]),
+        pytest.param(
+            {"data": 2, "tensor": 2}, {"loss": {"kl": 0.1}}, ["Qwen3", "Qwen3-MoE", "Llama"], marks=pytest.mark.slow
+        ),
         ({"replicate": 2, "context": 2}, EVERY, ["Qwen3"]),
-        ({"data": 4, "expert": 2}, {"loss": {"kl": 0.1}}, ["Qwen3-MoE"]),
+        pytest.param({"data": 4, "expert": 2}, {"loss": {"kl": 0.1}}, ["Qwen3-MoE"], marks=pytest.mark.slow),
         ({"data": 2, "tensor": 2, "expert": 2}, {}, ["Qwen3-MoE"]),
     ],
 )

@@ -112,10 +112,10 @@ READERS: Mapping[str, Callable[[Path], list[tuple[int, float]]]] = {
 
 @pytest.mark.parametrize(
     "backend",
-    # MLflow takes ten seconds to make its tables.
+    # MLflow takes ten seconds to make its tables, wandb seven to start.
     [
         "tensorboard",
-        "wandb",
+        pytest.param("wandb", marks=pytest.mark.slow),
         pytest.param("trackio", marks=pytest.mark.slow),
         pytest.param("mlflow", marks=pytest.mark.slow),
     ],

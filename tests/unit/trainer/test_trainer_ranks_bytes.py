@@ -33,7 +33,7 @@ EXPERTS: list[dict[str, int]] = [
 ]
 
 
-@pytest.mark.parametrize("family", ["Qwen3-MoE", "gpt-oss"])
+@pytest.mark.parametrize("family", ["Qwen3-MoE", pytest.param("gpt-oss", marks=pytest.mark.slow)])
 def test_ranks_that_split_experts_publish_the_digest_of_one(rank_pool: RankPool, family: str, run_id: str) -> None:
     """Experts one by one in the folder, and several in one tensor, with biases: these have no plan for tensor ranks."""
     alone = digest(0, {}, family, run_id)
@@ -74,7 +74,12 @@ def test_a_checkpoint_of_four_ranks_is_read_by_two_and_by_one(rank_pool: RankPoo
 
 @pytest.mark.parametrize(
     "layout",
-    [{"data": 2}, {"context": 2}, {"tensor": 2}, pytest.param({"replicate": 2, "data": 2}, marks=pytest.mark.slow)],
+    [
+        {"data": 2},
+        pytest.param({"context": 2}, marks=pytest.mark.slow),
+        {"tensor": 2},
+        pytest.param({"replicate": 2, "data": 2}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_ranks_with_adapters_publish_checkpoint_and_export_what_one_process_does(
