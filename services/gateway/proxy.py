@@ -110,6 +110,8 @@ class Proxy:
     async def _pass(self, call: ProxiedCall, agent: DownstreamResponse) -> None:
         async def hand_on(server: Server, response: ClientResponse) -> None:
             length = response.content_length
+            if call.ends and response.status < 300:
+                self._router.ended(server, call)
             if call.opens or (length is not None and length <= _WHOLE_BYTES):
                 body = await response.read()
                 if call.opens and response.status < 300:

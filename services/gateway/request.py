@@ -69,6 +69,13 @@ class ProxiedCall:
         return self.method == "POST" and self.path in ("/sessions", "/groups")
 
     @property
+    def ends(self) -> bool:
+        """Whether it ends a session or a group."""
+        if self.method == "DELETE":
+            return self.path.startswith("/sessions/")
+        return self.method == "POST" and self.path.endswith(("/finish", "/abort"))
+
+    @property
     def generates(self) -> bool:
         """Whether it lets an engine generate tokens."""
         return self.method == "POST" and self.path.endswith(_GENERATING)

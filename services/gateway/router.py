@@ -79,6 +79,8 @@ class Router:
         self._servers = servers
         self._slack = settings.prefix_slack
         self._group_of: Lru[str, str] = Lru(settings.remembered)
+        self._open_in: Lru[str, set[str]] = Lru(settings.remembered)
+        """The sessions of a group that were opened here, and not ended here."""
         self._holders: Lru[str, str] = Lru(settings.remembered)
         self._prefix_holders: Lru[Prefix, tuple[str, ...]] = Lru(settings.remembered)
 
@@ -119,10 +121,26 @@ class Router:
         except UNDECODABLE:
             return
         sessions = answer.session_ids or ([answer.session_id] if answer.session_id else [])
-        server.opened(len(sessions))
         self._holders.put(f"group {answer.group_id}", server.name)
+        still_open = self._open_in.get(answer.group_id) or set()
+        # A call that is sent again is answered again.
+        server.changed(len(set(sessions) - still_open))
+        self._open_in.put(answer.group_id, still_open.union(sessions))
         for session_id in sessions:
             self._group_of.put(session_id, answer.group_id)
+
+    def ended(self, server: Server, call: ProxiedCall) -> None:
+        """A server has answered that a session or a group has ended."""
+        group_id = call.group_id or self._group_of.get(call.session_id or "")
+        still_open = self._open_in.get(group_id or "")
+        if group_id is None or still_open is None:
+            return
+        left = still_open - {call.session_id} if call.group_id is None else set[str]()
+        server.changed(len(left) - len(still_open))
+        if left:
+            self._open_in.put(group_id, left)
+        else:
+            self._open_in.drop(group_id)
 
     def _choose(self, call: ProxiedCall, destination: Destination, servers: dict[str, Server]) -> Server:
         if destination.names_something:
@@ -191,6 +209,9 @@ class Lru(Generic[K, V]):
         if found is not None:
             self._entries.move_to_end(key)
         return found
+
+    def drop(self, key: K) -> None:
+        self._entries.pop(key, None)
 
     def put(self, key: K, value: V) -> None:
         self._entries[key] = value

@@ -17,6 +17,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from services.gateway.request import ProxiedCall
+from services.policies.routing import Tally
 from services.run_store.discovery import Listed, ServerRecord, ServiceRegistry
 from services.run_store.status import WaitBoard
 from services.security.addresses import AddressRefusedError, check_url
@@ -36,9 +37,10 @@ class Server:
 
     def __init__(self, record: ServerRecord) -> None:
         self.record = record
-        self.in_flight = 0
-        self._in_flight_then = 0
-        self._opened = self._opening = 0
+        self._calls, self._calls_then = Tally(), 0
+        self._opened, self._opened_then = Tally(), 0
+        """Sessions: opened through this gateway, less those that it saw end."""
+        self._opening = 0
         self._avoided_until = 0.0
         self.heard = time.monotonic()
         """When it was last heard of, on the monotonic clock: not later than it really was, but for the first time."""
@@ -51,23 +53,33 @@ class Server:
         return self.record.name
 
     @property
+    def in_flight(self) -> int:
+        return self._calls.value
+
+    @property
     def busy(self) -> int:
         """Calls that run or wait there: as of its last heartbeat, and what this gateway started or ended since."""
         reported = self.record.running + self.record.waiting
-        return max(self.in_flight, reported + self.in_flight - self._in_flight_then)
+        return max(self.in_flight, reported + self.in_flight - self._calls_then)
 
     @property
     def sessions(self) -> int:
-        """Open sessions: as of its last heartbeat, opened through this gateway since, and about to be."""
-        return self.record.open_sessions + self._opened + self._opening
+        """Open sessions: as of its last heartbeat, opened and ended through this gateway since, and about to be opened."""
+        return max(self.record.open_sessions + self._opened.value - self._opened_then, 0) + self._opening
 
-    def renew(self, record: ServerRecord) -> None:
-        """Take the record of its latest heartbeat."""
-        if record != self.record:
-            self.record, self._in_flight_then, self._opened = record, self.in_flight, 0
+    def renew(self, record: ServerRecord, at: float) -> None:
+        """Take the record of its latest heartbeat. `at`: when that was, on the monotonic clock.
 
-    def opened(self, sessions: int) -> None:
-        self._opened += sessions
+        Groups end and begin by the dozen at once: with the moment at which the record was read for the one of which it
+        tells, all new ones would go to whichever server has told first that the old ones are gone.
+        """
+        self.record = record
+        self._calls_then = self._calls.value - self._calls.since(at)
+        self._opened_then = self._opened.value - self._opened.since(at)
+
+    def changed(self, sessions: int) -> None:
+        """It has answered that it opened, or below 0 ended, so many sessions."""
+        self._opened.add(sessions, time.monotonic())
 
     def avoid(self) -> None:
         """It refused a connection."""
@@ -80,14 +92,16 @@ class Server:
     def trying(self, limit: asyncio.Timeout, call: ProxiedCall) -> Iterator[None]:
         """The call is on its way there; `limit` passes at once when the server is gone."""
         generates, opens = call.generates, call.opens
-        self.in_flight += generates
+        if generates:
+            self._calls.add(1, time.monotonic())
         self._opening += opens
         self._tries.add(limit)
         try:
             yield
         finally:
             self._tries.discard(limit)
-            self.in_flight -= generates
+            if generates:
+                self._calls.add(-1, time.monotonic())
             self._opening -= opens
 
     def gone(self, *, stands_still: bool) -> None:
@@ -171,11 +185,12 @@ class Servers:
             self._failed_until = asked
             _log.info("the registry can be read again", after_s=round(time.monotonic() - self._failing_since, 1))
         self._failing_since, self._refreshed = None, True
-        self._take(listed, failed=asked - self._failed_until < _FORGIVEN_S)
+        self._take(listed, asked, failed=asked - self._failed_until < _FORGIVEN_S)
         self._asked_before = asked
 
-    def _take(self, listed: list[Listed], *, failed: bool) -> None:
-        """`failed`: the registry could not be read lately, so leases run out of servers that do not stand still."""
+    def _take(self, listed: list[Listed], asked: float, *, failed: bool) -> None:
+        """`asked`: when, on the monotonic clock. `failed`: the registry could not be read lately, so leases run out of
+        servers that do not stand still."""
         servers = {each.record.name: each for each in listed if isinstance(each.record, ServerRecord)}
         alive = [each.record for each in servers.values() if each.alive and isinstance(each.record, ServerRecord)]
         seen = {record.name: record for record in self._callable(alive)}
@@ -184,7 +199,7 @@ class Servers:
             if record is not None and record.incarnation == server.record.incarnation:
                 if record.state != server.record.state:
                     _log.info("rollout server changed", server=name, state=record.state)
-                server.renew(record)
+                server.renew(record, asked - servers[name].age_s)
                 if servers[name].last_heard != self._last_heard.get(name):
                     server.heard = self._asked_before
                 continue

@@ -7,11 +7,14 @@
 
 A server's share is what it would hold at the load of the least loaded one. So of servers with one capacity, none is ever
 sent a call while it holds more than `slack` calls above the idlest.
+
+What a server holds is known as of its last heartbeat; what came and went since is counted on top of it (`Tally`).
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -24,6 +27,27 @@ class Candidate:
     name: str
     busy: int
     capacity: int
+
+
+class Tally:
+    """A number that changes, and what it was a moment ago. Times are of one clock, and only grow."""
+
+    _MOST = 1 << 14
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._past: deque[tuple[float, int]] = deque(maxlen=self._MOST)
+        """When it changed, and what it was before: of the last changes only, where they are many."""
+
+    def add(self, change: int, now: float) -> None:
+        self._past.append((now, self.value))
+        self.value += change
+
+    def since(self, when: float) -> int:
+        """By how much it has grown since that time. What was before is forgotten: nobody may ask for an earlier time."""
+        while self._past and self._past[0][0] <= when:
+            self._past.popleft()
+        return self.value - self._past[0][1] if self._past else 0
 
 
 def load(candidate: Candidate) -> float:

@@ -132,11 +132,15 @@ def weight_bus_record(url: str, told_by: str) -> ServiceRecord:
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """A record, whether its lease lasts, and when it was last announced (Unix seconds, by the clock of Redis)."""
+    """A record, whether its lease lasts, and when it was last announced (Unix seconds, by the clock of Redis).
+
+    `age_s`: seconds from then to the moment when Redis was asked.
+    """
 
     record: ServiceRecord
     alive: bool
     last_heard: float
+    age_s: float = 0.0
 
 
 _service = msgspec.json.Decoder(ServiceRecord)
@@ -180,7 +184,7 @@ class ServiceRegistry:
         now = int(seconds) + int(microseconds) / 1e6
         packed = dict(_pairs(records))
         return [
-            Listed(record, now - at < record.lease_s, at)
+            Listed(record, now - at < record.lease_s, at, now - at)
             for name, at in sorted((name, float(milliseconds) / 1e3) for name, milliseconds in _pairs(heard))
             if name in packed and now - at < FORGOTTEN_AFTER_S
             for record in [_decode(packed[name])]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.policies.routing import Candidate, block_keys, least_loaded, load, place, rendezvous
+from services.policies.routing import Candidate, Tally, block_keys, least_loaded, load, place, rendezvous
 from tests.support.examples import examples
 
 NAMES = st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=8, unique=True)
@@ -120,3 +120,23 @@ def test_only_so_many_blocks_are_looked_at() -> None:
 def test_without_candidates_there_is_no_place() -> None:
     with pytest.raises(ValueError, match="empty"):
         place([], "key", (), 1)
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 3), st.integers(-3, 3)), max_size=40), asked=st.lists(st.integers(0, 80))
+)
+def test_a_tally_knows_what_it_was_at_any_later_time_that_it_is_asked_for(
+    steps: list[tuple[int, int]], asked: list[int]
+) -> None:
+    """Asked while it changes, for times that only grow."""
+    tally, now, then = Tally(), 0, 0
+    changes: list[tuple[int, int]] = []
+    questions = sorted(asked, reverse=True)
+    for pause, change in steps:
+        now += pause
+        tally.add(change, float(now))
+        changes.append((now, change))
+        if questions and questions[-1] <= now:
+            then = questions.pop()
+            assert tally.since(float(then)) == sum(each for at, each in changes if at > then)
+    assert tally.value == sum(change for _, change in changes)
