@@ -124,7 +124,7 @@ class Router:
         self._holders.put(f"group {answer.group_id}", server.name)
         still_open = self._open_in.get(answer.group_id) or set()
         # A call that is sent again is answered again.
-        server.changed(len(set(sessions) - still_open))
+        server.sessions_changed(len(set(sessions) - still_open))
         self._open_in.put(answer.group_id, still_open.union(sessions))
         for session_id in sessions:
             self._group_of.put(session_id, answer.group_id)
@@ -136,7 +136,7 @@ class Router:
         if group_id is None or still_open is None:
             return
         left = still_open - {call.session_id} if call.group_id is None else set[str]()
-        server.changed(len(left) - len(still_open))
+        server.sessions_changed(len(left) - len(still_open))
         if left:
             self._open_in.put(group_id, left)
         else:

@@ -17,7 +17,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from services.gateway.request import ProxiedCall
-from services.policies.routing import Tally
+from services.policies.routing import HeartbeatDelta
 from services.run_store.discovery import Listed, ServerRecord, ServiceRegistry
 from services.run_store.status import WaitBoard
 from services.security.addresses import AddressRefusedError, check_url
@@ -37,9 +37,9 @@ class Server:
 
     def __init__(self, record: ServerRecord) -> None:
         self.record = record
-        self._calls, self._calls_then = Tally(), 0
-        self._opened, self._opened_then = Tally(), 0
-        """Sessions: opened through this gateway, less those that it saw end."""
+        self._calls = HeartbeatDelta()
+        self._open = HeartbeatDelta()
+        """Sessions that were opened through this gateway, less those that it saw end."""
         self._opening = 0
         self._avoided_until = 0.0
         self.heard = time.monotonic()
@@ -54,32 +54,32 @@ class Server:
 
     @property
     def in_flight(self) -> int:
-        return self._calls.value
+        return self._calls.count
 
     @property
     def busy(self) -> int:
         """Calls that run or wait there: as of its last heartbeat, and what this gateway started or ended since."""
         reported = self.record.running + self.record.waiting
-        return max(self.in_flight, reported + self.in_flight - self._calls_then)
+        return max(self.in_flight, reported + self._calls.delta)
 
     @property
     def sessions(self) -> int:
         """Open sessions: as of its last heartbeat, opened and ended through this gateway since, and about to be opened."""
-        return max(self.record.open_sessions + self._opened.value - self._opened_then, 0) + self._opening
+        return max(self.record.open_sessions + self._open.delta, 0) + self._opening
 
     def renew(self, record: ServerRecord, at: float) -> None:
         """Take the record of its latest heartbeat. `at`: when that was, on the monotonic clock.
 
-        Groups end and begin by the dozen at once: with the moment at which the record was read for the one of which it
-        tells, all new ones would go to whichever server has told first that the old ones are gone.
+        What changed is counted from the heartbeat on, not from when its record was read: of a batch that ended in between,
+        the record still tells, and all of the next batch would go to another server.
         """
         self.record = record
-        self._calls_then = self._calls.value - self._calls.since(at)
-        self._opened_then = self._opened.value - self._opened.since(at)
+        self._calls.rebase(at)
+        self._open.rebase(at)
 
-    def changed(self, sessions: int) -> None:
+    def sessions_changed(self, by: int) -> None:
         """It has answered that it opened, or below 0 ended, so many sessions."""
-        self._opened.add(sessions, time.monotonic())
+        self._open.add(by, time.monotonic())
 
     def avoid(self) -> None:
         """It refused a connection."""

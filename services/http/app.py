@@ -213,7 +213,7 @@ def make_server(
     identity: Identity | None = None,
     bounds: Bounds = BOUNDS,
     takes_signals: bool = True,
-) -> uvicorn.Server:
+) -> Server:
     """The server of `app`, to be run on a socket from `open_port`; at its end, calls in flight have `shutdown_s` left.
 
     `identity`: the certificate for HTTPS; None: plain HTTP. `bounds`: what callers may cost before they show a key.
@@ -235,6 +235,7 @@ def make_server(
         ssl_certfile=None if identity is None else identity.certificate,
         ssl_keyfile=None if identity is None else identity.key,
     )
+    # Looked up when it ends: the application may set it after this.
     server = Server(config, lambda: stop.on_stop(), takes_signals=takes_signals)
     stop.attach(server.end)
     return server

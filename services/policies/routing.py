@@ -8,7 +8,8 @@
 A server's share is what it would hold at the load of the least loaded one. So of servers with one capacity, none is ever
 sent a call while it holds more than `slack` calls above the idlest.
 
-What a server holds is known as of its last heartbeat; what came and went since is counted on top of it (`Tally`).
+What a server holds is known as of its last heartbeat; what came and went since is counted on top of it
+(`HeartbeatDelta`).
 """
 
 from __future__ import annotations
@@ -29,25 +30,33 @@ class Candidate:
     capacity: int
 
 
-class Tally:
-    """A number that changes, and what it was a moment ago. Times are of one clock, and only grow."""
+class HeartbeatDelta:
+    """A count, and by how much it has changed since a heartbeat. Times are of one clock.
 
-    _MOST = 1 << 14
+    A heartbeat is read some time after it was made, so what the count was meanwhile is kept.
+    """
+
+    _MOST = 1 << 12
 
     def __init__(self) -> None:
-        self.value = 0
+        self.count = 0
+        self._then = 0
         self._past: deque[tuple[float, int]] = deque(maxlen=self._MOST)
-        """When it changed, and what it was before: of the last changes only, where they are many."""
+        """When it changed since the heartbeat, and what it was before: the last changes only, where they are many."""
+
+    @property
+    def delta(self) -> int:
+        return self.count - self._then
 
     def add(self, change: int, now: float) -> None:
-        self._past.append((now, self.value))
-        self.value += change
+        self._past.append((now, self.count))
+        self.count += change
 
-    def since(self, when: float) -> int:
-        """By how much it has grown since that time. What was before is forgotten: nobody may ask for an earlier time."""
-        while self._past and self._past[0][0] <= when:
+    def rebase(self, heartbeat: float) -> None:
+        """From now on the delta is since that time, which is not before that of an earlier call."""
+        while self._past and self._past[0][0] <= heartbeat:
             self._past.popleft()
-        return self.value - self._past[0][1] if self._past else 0
+        self._then = self._past[0][1] if self._past else self.count
 
 
 def load(candidate: Candidate) -> float:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.policies.routing import Candidate, Tally, block_keys, least_loaded, load, place, rendezvous
+from services.policies.routing import Candidate, HeartbeatDelta, block_keys, least_loaded, load, place, rendezvous
 from tests.support.examples import examples
 
 NAMES = st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=8, unique=True)
@@ -122,21 +122,19 @@ def test_without_candidates_there_is_no_place() -> None:
         place([], "key", (), 1)
 
 
-@given(
-    steps=st.lists(st.tuples(st.integers(0, 3), st.integers(-3, 3)), max_size=40), asked=st.lists(st.integers(0, 80))
-)
-def test_a_tally_knows_what_it_was_at_any_later_time_that_it_is_asked_for(
-    steps: list[tuple[int, int]], asked: list[int]
+@given(steps=st.lists(st.tuples(st.integers(0, 3), st.integers(-3, 3), st.none() | st.integers(0, 9)), max_size=40))
+def test_a_delta_is_what_changed_after_the_heartbeat_however_late_that_is_read(
+    steps: list[tuple[int, int, int | None]],
 ) -> None:
-    """Asked while it changes, for times that only grow."""
-    tally, now, then = Tally(), 0, 0
+    """Each step: time that passes, a change, and how long ago the heartbeat was that is read then, if one is."""
+    calls, now, heartbeat = HeartbeatDelta(), 0, -1
     changes: list[tuple[int, int]] = []
-    questions = sorted(asked, reverse=True)
-    for pause, change in steps:
-        now += pause
-        tally.add(change, float(now))
+    for passed, change, age in steps:
+        now += passed
+        calls.add(change, float(now))
         changes.append((now, change))
-        if questions and questions[-1] <= now:
-            then = questions.pop()
-            assert tally.since(float(then)) == sum(each for at, each in changes if at > then)
-    assert tally.value == sum(change for _, change in changes)
+        if age is not None:
+            heartbeat = max(heartbeat, now - age)
+            calls.rebase(float(heartbeat))
+        assert calls.delta == sum(each for at, each in changes if at > heartbeat)
+        assert calls.count == sum(each for _, each in changes)

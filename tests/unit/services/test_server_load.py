@@ -32,12 +32,12 @@ def start(server: Server, calls: ExitStack) -> None:
 
 def test_sessions_that_ended_before_the_record_was_read_count_since_the_heartbeat() -> None:
     server = Server(record())
-    server.changed(16)
+    server.sessions_changed(16)
     heartbeat = time.monotonic()
-    server.changed(-10)
+    server.sessions_changed(-10)
     server.renew(record(open_sessions=16), heartbeat)
     assert server.sessions == 6
-    server.changed(3)
+    server.sessions_changed(3)
     assert server.sessions == 9
     # Read once more, with nothing new in it.
     server.renew(record(open_sessions=16), heartbeat)
@@ -49,10 +49,10 @@ def test_sessions_that_ended_before_the_record_was_read_count_since_the_heartbea
 def test_other_gateways_sessions_are_known_by_heartbeats_and_none_is_counted_below_nothing() -> None:
     server = Server(record())
     server.renew(record(open_sessions=5), time.monotonic())
-    server.changed(1)
+    server.sessions_changed(1)
     assert server.sessions == 6
     heartbeat = time.monotonic()
-    server.changed(-1)
+    server.sessions_changed(-1)
     server.renew(record(open_sessions=0), heartbeat)
     assert server.sessions == 0
 
