@@ -126,15 +126,18 @@ def test_without_candidates_there_is_no_place() -> None:
 def test_a_delta_is_what_changed_after_the_heartbeat_however_late_that_is_read(
     steps: list[tuple[int, int, int | None]],
 ) -> None:
-    """Each step: time that passes, a change, and how long ago the heartbeat was that is read then, if one is."""
-    calls, now, heartbeat = HeartbeatDelta(), 0, -1
+    """Each step: time that passes, a change, and how long ago the heartbeat was that is read then, if one is.
+
+    A heartbeat is half a tick before: never at the time of a change, where it could be either before or after it.
+    """
+    calls, now, heartbeat = HeartbeatDelta(), 0, -1.0
     changes: list[tuple[int, int]] = []
     for passed, change, age in steps:
         now += passed
         calls.add(change, float(now))
         changes.append((now, change))
         if age is not None:
-            heartbeat = max(heartbeat, now - age)
-            calls.rebase(float(heartbeat))
+            heartbeat = max(heartbeat, now - age - 0.5)
+            calls.rebase(heartbeat)
         assert calls.delta == sum(each for at, each in changes if at > heartbeat)
         assert calls.count == sum(each for _, each in changes)
