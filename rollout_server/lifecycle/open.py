@@ -129,13 +129,16 @@ class SessionOpener:
         fingerprint = blake2b(call.model_dump_json(exclude={"wait_s"}).encode(), digest_size=16).digest()
         session_id = call.session_id or (None if name is None else f"s-{name}")
         group_id = call.group_id or (new_group_id() if session_id is None else f"g.{session_id}")
+        named_by_caller = call.group_id is not None or call.session_id is not None
+        # Nearly every call is the first of its name: there admission says whether it was opened before.
+        look_first = named_by_caller or call.purpose != "train"
         async with self._locks.hold(group_id):
             while True:
-                if session_id is not None:
+                if session_id is not None and (look_first or self._registry.get_session(session_id) is not None):
                     known = await self._known(session_id, fingerprint)
                     if known is not None:
                         return known, False
-                if call.group_id is not None or call.session_id is not None:
+                if named_by_caller:
                     await self._takeover.hold_group(group_id)
                 session_id = session_id or f"s-{secrets.token_hex(16)}"
                 group = self._registry.get_open(group_id)

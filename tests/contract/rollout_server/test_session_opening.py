@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
 from rollout_server.journal.journal import Journal
-from rollout_server.journal.records import GroupBegan, SessionBegan
+from rollout_server.journal.records import GroupBegan, GroupEnded, SessionBegan
 from rollout_server.lifecycle.admission import AdmissionGate
 from rollout_server.lifecycle.open import SessionOpener
 from rollout_server.lifecycle.takeover import Takeover
@@ -21,8 +22,9 @@ from services.run_store.discovery import ServiceRegistry
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Ledger
 from services.run_store.status import WaitBoard
-from services.wire.errors import DrainingError
-from services.wire.rollout_api import OpenGroup, SamplingBody
+from services.wire.errors import ConflictError, DrainingError, SessionConcludedError
+from services.wire.rollout_api import OpenGroup, Purpose, SamplingBody
+from services.wire.session_api import OpenSession
 
 NAME = "0" * 32
 CALL = OpenGroup(task="running-sums", group_size=2, sampling=SamplingBody(max_tokens=4), purpose="evaluate")
@@ -31,8 +33,8 @@ CALL = OpenGroup(task="running-sums", group_size=2, sampling=SamplingBody(max_to
 class WatchedJournal(Journal):
     """Says when it is asked to write a group's first lines."""
 
-    def __init__(self, redis: Redis, run_id: str) -> None:
-        super().__init__(redis, run_id, "s0@1", "s0", lambda group, error: None)
+    def __init__(self, redis: Redis, run_id: str, server_id: str) -> None:
+        super().__init__(redis, run_id, f"{server_id}/1", server_id, lambda group, error: None)
         self.asked = asyncio.Event()
 
     def open(self, began: GroupBegan, sessions: Sequence[SessionBegan], then: Callable[[], Any]) -> asyncio.Future[Any]:
@@ -43,13 +45,14 @@ class WatchedJournal(Journal):
 class Opening:
     """A server's part in the opening of groups. Its journal writes from `serve` on."""
 
-    def __init__(self, redis: Redis, run_id: str) -> None:
-        self.journal, self.registry, self.ledger = WatchedJournal(redis, run_id), GroupRegistry(), Ledger(redis, run_id)
-        self.takeover = Takeover(self.registry, self.journal, self.ledger, ServiceRegistry(redis, run_id), "s0")
+    def __init__(self, redis: Redis, run_id: str, server_id: str = "s0") -> None:
+        self.journal, self.registry = WatchedJournal(redis, run_id, server_id), GroupRegistry()
+        self.ledger = Ledger(redis, run_id)
+        self.takeover = Takeover(self.registry, self.journal, self.ledger, ServiceRegistry(redis, run_id), server_id)
         self.gate = AdmissionGate(
             self.ledger,
-            WaitBoard(redis, run_id, "s0"),
-            server_id="s0",
+            WaitBoard(redis, run_id, server_id),
+            server_id=server_id,
             rules=AdmissionRules(base_version=0, k=1, batch=4),
             engine_version=lambda: 0,
         )
@@ -80,6 +83,17 @@ async def server(redis: Redis, run_id: str) -> AsyncIterator[Opening]:
     await opening.aclose()
 
 
+@asynccontextmanager
+async def another(redis: Redis, run_id: str, server_id: str) -> AsyncIterator[Opening]:
+    """A further server of the run."""
+    opening = Opening(redis, run_id, server_id)
+    opening.serve()
+    try:
+        yield opening
+    finally:
+        await opening.aclose()
+
+
 async def test_a_group_that_its_opener_left_is_there_for_the_same_call(server: Opening) -> None:
     opening = asyncio.ensure_future(server.opener.open_group(CALL, NAME))
     await server.journal.asked.wait()
@@ -92,6 +106,26 @@ async def test_a_group_that_its_opener_left_is_there_for_the_same_call(server: O
     assert len(await server.journal.read(group.group_id)) == 3, "the group and both sessions are written"
     again = await server.opener.open_group(CALL, NAME)
     assert again is group and not again.client_gone
+
+
+@pytest.mark.parametrize("purpose", ["train", "evaluate"])
+async def test_a_session_is_found_by_the_call_that_opened_it_at_any_server(
+    server: Opening, redis: Redis, run_id: str, purpose: Purpose
+) -> None:
+    """Open here, open at a server that is gone, and ended."""
+    call = OpenSession(purpose=purpose)
+    server.serve()
+    first, new = await server.opener.open(call, NAME)
+    assert new and await server.opener.open(call, NAME) == (first, False)
+    async with another(redis, run_id, "s1") as heir, another(redis, run_id, "s2") as late:
+        taken, new = await heir.opener.open(call, NAME)
+        assert (taken.session_id, taken.group_id, new) == (first.session_id, first.group_id, False)
+        with pytest.raises(ConflictError, match="opened with another body"):
+            await heir.opener.open(call.model_copy(update={"max_tokens": 7}), NAME)
+        assert len(await heir.ledger.open_groups()) == (purpose == "train"), "it has its one place, or none"
+        await heir.journal.conclude(taken.group_id, GroupEnded(stream_ids=None, cause="idle"), [taken.session_id])
+        with pytest.raises(SessionConcludedError, match="has ended"):
+            await late.opener.open(call, NAME)
 
 
 @pytest.mark.parametrize("left", [False, True])
