@@ -6,7 +6,8 @@ POST /sessions ──► known id? ──same body──► the same session
                  group open here? ──no──► admission (ledger) ──► group, journal
                        └──yes──► join, journal
 
-A call with a gateway's call id derives its ids from that, so that a retry finds what the first try opened.
+A call with a gateway's call id derives its ids from that, so that a retry finds what the first try opened. Whether it is a
+retry admission says, where it is asked: such ids are nearly always new, and are not looked up before.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from services.host.aio import NamedLocks
 from services.observability.tracing import NO_TRACING, Tracing
 from services.policies.training.mixture import draw
 from services.run_store.ledger import Ledger
-from services.wire.errors import ConflictError, NotReadyError, RollmeshError, SessionConcludedError
+from services.wire.errors import CapacityError, ConflictError, NotReadyError, RollmeshError, SessionConcludedError
 from services.wire.rollout_api import OpenGroup, SamplingBody, SamplingLimits
 from services.wire.session_api import OpenSession
 
@@ -144,7 +145,14 @@ class SessionOpener:
                 group = self._registry.get_open(group_id)
                 if group is not None:
                     return await self._join(group, session_id, call, fingerprint), True
-                opened = await self._open_with(group_id, session_id, call, fingerprint)
+                try:
+                    opened = await self._open_with(group_id, session_id, call, fingerprint)
+                except CapacityError:
+                    # It may have waited without being asked about, at a server that has yet to be brought up to date.
+                    known = None if look_first or name is None else await self._known(session_id, fingerprint)
+                    if known is None:
+                        raise
+                    return known, False
                 if opened is not None:
                     return opened, True
                 # It was taken over while it waited for admission, perhaps with this very session: look again.

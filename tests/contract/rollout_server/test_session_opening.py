@@ -22,7 +22,7 @@ from services.run_store.discovery import ServiceRegistry
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Ledger
 from services.run_store.status import WaitBoard
-from services.wire.errors import ConflictError, DrainingError, SessionConcludedError
+from services.wire.errors import CapacityError, ConflictError, DrainingError, SessionConcludedError
 from services.wire.rollout_api import OpenGroup, Purpose, SamplingBody
 from services.wire.session_api import OpenSession
 
@@ -45,7 +45,7 @@ class WatchedJournal(Journal):
 class Opening:
     """A server's part in the opening of groups. Its journal writes from `serve` on."""
 
-    def __init__(self, redis: Redis, run_id: str, server_id: str = "s0") -> None:
+    def __init__(self, redis: Redis, run_id: str, server_id: str = "s0", version: int = 0) -> None:
         self.journal, self.registry = WatchedJournal(redis, run_id, server_id), GroupRegistry()
         self.ledger = Ledger(redis, run_id)
         self.takeover = Takeover(self.registry, self.journal, self.ledger, ServiceRegistry(redis, run_id), server_id)
@@ -54,7 +54,7 @@ class Opening:
             WaitBoard(redis, run_id, server_id),
             server_id=server_id,
             rules=AdmissionRules(base_version=0, k=1, batch=4),
-            engine_version=lambda: 0,
+            engine_version=lambda: version,
         )
         self.opener = SessionOpener(self.registry, self.gate, self.ledger, self.journal, self.takeover, 60.0)
         self.tasks = [asyncio.create_task(self.gate.run())]
@@ -84,9 +84,9 @@ async def server(redis: Redis, run_id: str) -> AsyncIterator[Opening]:
 
 
 @asynccontextmanager
-async def another(redis: Redis, run_id: str, server_id: str) -> AsyncIterator[Opening]:
-    """A further server of the run."""
-    opening = Opening(redis, run_id, server_id)
+async def another(redis: Redis, run_id: str, server_id: str, version: int = 0) -> AsyncIterator[Opening]:
+    """A further server of the run, whose engine serves `version`."""
+    opening = Opening(redis, run_id, server_id, version)
     opening.serve()
     try:
         yield opening
@@ -126,6 +126,19 @@ async def test_a_session_is_found_by_the_call_that_opened_it_at_any_server(
         await heir.journal.conclude(taken.group_id, GroupEnded(stream_ids=None, cause="idle"), [taken.session_id])
         with pytest.raises(SessionConcludedError, match="has ended"):
             await late.opener.open(call, NAME)
+
+
+async def test_a_session_is_found_at_a_server_that_admits_nothing_yet(
+    server: Opening, redis: Redis, run_id: str
+) -> None:
+    """It joined late: its engine is behind the version that the run began from."""
+    server.serve()
+    first, _ = await server.opener.open(OpenSession(), NAME)
+    async with another(redis, run_id, "s1", version=-1) as late:
+        taken, new = await late.opener.open(OpenSession(), NAME)
+        assert (taken.session_id, new) == (first.session_id, False)
+        with pytest.raises(CapacityError):
+            await late.opener.open(OpenSession(), "1" * 32)
 
 
 @pytest.mark.parametrize("left", [False, True])
