@@ -60,7 +60,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    """Before hypothesis' own, which loads the profile that the command line names."""
     config.stash[_left_out] = 0
     heed_interrupts()
     register_profiles()
