@@ -90,8 +90,9 @@ PLAIN, INDEXED = application(indexed=False), application(indexed=True)
 
 async def answer_of(app: FastAPI, method: str, path: str) -> tuple[int, bytes, list[tuple[bytes, bytes]]]:
     transport = httpx.ASGITransport(app=app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
-        answer = await http.request(method, path)
+    async with httpx.AsyncClient(transport=transport) as http:
+        # Not by a base address: one that begins with two slashes would be taken for a host.
+        answer = await http.request(method, f"http://service{path}")
     return answer.status_code, answer.content, answer.headers.raw
 
 
