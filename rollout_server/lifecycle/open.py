@@ -6,8 +6,7 @@ POST /sessions ──► known id? ──same body──► the same session
                  group open here? ──no──► admission (ledger) ──► group, journal
                        └──yes──► join, journal
 
-A call with a gateway's call id derives its ids from that, so that a retry finds what the first try opened. Whether it is a
-retry admission says, where it is asked: such ids are nearly always new, and are not looked up before.
+A call with a gateway's call id derives its ids from that, so that a retry finds what the first try opened.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from services.host.aio import NamedLocks
 from services.observability.tracing import NO_TRACING, Tracing
 from services.policies.training.mixture import draw
 from services.run_store.ledger import Ledger
-from services.wire.errors import CapacityError, ConflictError, NotReadyError, RollmeshError, SessionConcludedError
+from services.wire.errors import ConflictError, NotReadyError, RollmeshError, SessionConcludedError
 from services.wire.rollout_api import OpenGroup, SamplingBody, SamplingLimits
 from services.wire.session_api import OpenSession
 
@@ -130,29 +129,19 @@ class SessionOpener:
         fingerprint = blake2b(call.model_dump_json(exclude={"wait_s"}).encode(), digest_size=16).digest()
         session_id = call.session_id or (None if name is None else f"s-{name}")
         group_id = call.group_id or (new_group_id() if session_id is None else f"g.{session_id}")
-        named_by_caller = call.group_id is not None or call.session_id is not None
-        # Nearly every call is the first of its name: there admission says whether it was opened before.
-        look_first = named_by_caller or call.purpose != "train"
         async with self._locks.hold(group_id):
             while True:
-                if session_id is not None and (look_first or self._registry.get_session(session_id) is not None):
+                if session_id is not None:
                     known = await self._known(session_id, fingerprint)
                     if known is not None:
                         return known, False
-                if named_by_caller:
+                if call.group_id is not None or call.session_id is not None:
                     await self._takeover.hold_group(group_id)
                 session_id = session_id or f"s-{secrets.token_hex(16)}"
                 group = self._registry.get_open(group_id)
                 if group is not None:
                     return await self._join(group, session_id, call, fingerprint), True
-                try:
-                    opened = await self._open_with(group_id, session_id, call, fingerprint)
-                except CapacityError:
-                    # It may have waited without being asked about, at a server that has yet to be brought up to date.
-                    known = None if look_first or name is None else await self._known(session_id, fingerprint)
-                    if known is None:
-                        raise
-                    return known, False
+                opened = await self._open_with(group_id, session_id, call, fingerprint)
                 if opened is not None:
                     return opened, True
                 # It was taken over while it waited for admission, perhaps with this very session: look again.

@@ -128,6 +128,18 @@ async def test_a_session_is_found_by_the_call_that_opened_it_at_any_server(
             await late.opener.open(call, NAME)
 
 
+@pytest.mark.parametrize("purpose", ["train", "evaluate"])
+async def test_a_session_that_was_published_is_not_opened_again_when_its_journal_is_gone(
+    server: Opening, redis: Redis, run_id: str, purpose: Purpose
+) -> None:
+    """The journal of what has ended goes after minutes; the ids of the stream stay."""
+    server.serve()
+    await redis.hset(RunKeys(run_id).stream_ids, f"s-{NAME}", "1-0")
+    with pytest.raises(SessionConcludedError, match="has ended"):
+        await server.opener.open(OpenSession(purpose=purpose), NAME)
+    assert server.registry.all_open() == [] and await server.ledger.open_groups() == {}
+
+
 async def test_a_session_is_found_at_a_server_that_admits_nothing_yet(
     server: Opening, redis: Redis, run_id: str
 ) -> None:
