@@ -62,10 +62,11 @@ class Ways:
         await self._engine.ask(streams, Done)
         settled = time.monotonic()
         done = []
+        quiet = Quiet(quiet_s, WINDOW + 3)  # the token in which the update ends, its window, and the two of a gap
         for _ in range(updates):
-            await asyncio.sleep(quiet_s)
+            await self._engine.ask(quiet, Done)
             done.append(await self.update(arm))
-        await asyncio.sleep(quiet_s)
+        await self._engine.ask(quiet, Done)
         arrivals = await self._engine.ask(End(), Arrivals)
         return Episode(name or arm, settled, arrivals.streams, done)
 
@@ -197,6 +198,13 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     plain: bool = False
 
 
+class Quiet(msgspec.Struct, frozen=True, tag="quiet"):
+    """Decode for so long, and until each stream has sampled at so many different times meanwhile. Answer: Done."""
+
+    seconds: float
+    times: int
+
+
 class End(msgspec.Struct, frozen=True, tag="end"):
     """Stop decoding. Answer: Arrivals."""
 
@@ -258,7 +266,7 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 ToPublisher = Join | Change | Publish | TimePublishing | Save | Broadcast
-ToEngine = Join | Begin | End | Stage | Commit | Prefetch | Reload | Greedy | AskHeld
+ToEngine = Join | Begin | Quiet | End | Stage | Commit | Prefetch | Reload | Greedy | AskHeld
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -35,6 +35,7 @@ from benchmarks.weights.arms import (
     Join,
     PausedWay,
     Prefetch,
+    Quiet,
     Reload,
     Sampled,
     Span,
@@ -47,7 +48,7 @@ from services.wire.errors import ConflictError, RollmeshError, UsageError
 from services.wire.sampling import SamplingParams
 
 _SETTLED_TOKENS = 3
-_SETTLED_WITHIN_S = 60.0
+_SAMPLED_WITHIN_S = 60.0
 _POLL_S = 0.005
 
 
@@ -62,8 +63,18 @@ class _Streams:
         self._tasks = [asyncio.create_task(self._sample(number)) for number in range(len(command.prompts))]
 
     async def settle(self) -> None:
-        async with asyncio.timeout(_SETTLED_WITHIN_S):
-            while any(len(arrived) < _SETTLED_TOKENS for arrived in self.arrivals):
+        await self._until(lambda arrived: len(arrived) >= _SETTLED_TOKENS)
+
+    async def quiet(self, seconds: float, times: int) -> None:
+        """The seconds alone are too few where this process gets no core for as long."""
+        began = time.monotonic()
+        await asyncio.sleep(seconds)
+        await self._until(lambda arrived: len({at for at in arrived if at > began}) >= times)
+
+    async def _until(self, enough: Callable[[list[float]], bool]) -> None:
+        """Of each stream's arrivals."""
+        async with asyncio.timeout(_SAMPLED_WITHIN_S):
+            while not all(map(enough, self.arrivals)):
                 self._check()
                 await asyncio.sleep(_POLL_S)
 
@@ -113,6 +124,9 @@ class _Driver:
             case Begin():
                 await self._begin(command)
                 return Done()
+            case Quiet(seconds, times):
+                await self._decoding().quiet(seconds, times)
+                return Done()
             case End():
                 return await self._end()
             case Greedy(prompts, max_tokens):
@@ -143,11 +157,14 @@ class _Driver:
         await self._streams.settle()
 
     async def _end(self) -> Arrivals:
-        streams, self._streams = self._streams, None
-        if streams is None:
-            raise ConflictError("no streams are decoding", "begin them first")
+        streams, self._streams = self._decoding(), None
         await streams.end()
         return Arrivals(streams.arrivals)
+
+    def _decoding(self) -> _Streams:
+        if self._streams is None:
+            raise ConflictError("no streams are decoding", "begin them first")
+        return self._streams
 
     async def close(self) -> None:
         if self._streams is not None:
