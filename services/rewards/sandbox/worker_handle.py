@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from services.host.aio import to_its_end
+from services.host.commands import end_piped
 from services.policies.rewards import RewardFailure
 from services.rewards.sandbox import protocol
 from services.wire.errors import RollmeshError, UsageError
@@ -83,13 +84,13 @@ class WorkerProcess:
         return await self._ask(question, protocol.outcome_decoder, self._limits.time_s + _GRACE_S)
 
     async def close(self) -> None:
-        """End the worker, with what it runs."""
-        with suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
+        """End the worker, with what it runs: also where this is cancelled."""
+        await to_its_end(self._close())
+
+    async def _close(self) -> None:
         self._listening.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._listening
+        await asyncio.wait([self._listening])
+        await end_piped(self._process)
 
     async def _ask(self, question: bytes, answer: msgspec.json.Decoder[AnswerT], deadline_s: float) -> AnswerT:
         stdin, stdout = self._process.stdin, self._process.stdout

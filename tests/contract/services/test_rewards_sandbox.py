@@ -17,6 +17,7 @@ from services.policies.rewards import RewardFailure
 from services.rewards.sandbox.protocol import Failed, Limits, Sample, Value
 from services.rewards.sandbox.worker_handle import WorkerLostError, WorkerProcess
 from services.wire.errors import UsageError
+from tests.support.open_pipes import open_pipes
 from tests.support.until import until
 
 FUNCTIONS = """
@@ -267,4 +268,21 @@ async def test_a_worker_that_dies_is_told_and_one_that_is_closed_leaves_nothing(
         await until(lambda: len(children() - before) > idle)
         calling.cancel()
         await asyncio.wait([calling])
+    await until(lambda: children() == before)
+
+
+async def test_a_worker_is_closed_to_the_end_also_where_that_is_cancelled(folder: Path) -> None:
+    before, pipes = children(), open_pipes()
+    started = await WorkerProcess.start("mine:judge", limits())
+    calling = asyncio.create_task(started.call(sample("sleeps")))
+    await asyncio.sleep(0.05)
+    calling.cancel()
+    await asyncio.wait([calling])
+    closing = asyncio.create_task(started.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await asyncio.sleep(0)  # what is closed is let go of in the loop's next turn
+    assert open_pipes() == pipes
     await until(lambda: children() == before)
