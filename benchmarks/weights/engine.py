@@ -72,7 +72,7 @@ class _Streams:
         await self._until(lambda arrived: len({at for at in arrived if at > began}) >= times)
 
     async def _until(self, enough: Callable[[list[float]], bool]) -> None:
-        """Of each stream's arrivals."""
+        """Wait until that is so of each stream's arrivals."""
         async with asyncio.timeout(_SAMPLED_WITHIN_S):
             while not all(map(enough, self.arrivals)):
                 self._check()

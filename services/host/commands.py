@@ -40,8 +40,7 @@ async def ask(
     except TimeoutError as error:
         raise DeadlineError(f"{hangs} in {within_s:g} s", "see what its code waits for") from error
     finally:
-        if process.returncode is None:
-            await end_piped(process)
+        await end_piped(process)
     if process.returncode and not (fails and answered.strip()):
         lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
         last = lines[-1] if lines else f"exit code {process.returncode}"
