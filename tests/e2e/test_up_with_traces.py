@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.mesh_command import Running, running_up, summary_of, warm_start
+from tests.support.mesh_command import Running, running_up, summary_of, url_of, warm_start
 from tests.support.trace_receiver import TakenSpan, TraceReceiver, receiving_traces
 from trainer.metrics.files import read_metrics
 
@@ -20,8 +20,7 @@ SERVERS = {"s0", "s1"}
 
 
 def give_a_session_up(mesh: Running) -> None:
-    words = mesh.service("rollout-server").cmdline()
-    with httpx.Client(base_url=f"http://127.0.0.1:{words[words.index('--port') + 1]}", timeout=20.0) as server:
+    with httpx.Client(base_url=url_of(mesh.service("rollout-server")), timeout=20.0) as server:
         body = {"session_id": GIVEN_UP, "purpose": "evaluate"}
         server.post("/sessions", json=body, headers={"traceparent": CALLER}).raise_for_status()
         server.post(f"/sessions/{GIVEN_UP}/abort", headers={"traceparent": CALLER}).raise_for_status()

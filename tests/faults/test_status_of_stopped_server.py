@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.mesh_command import Running, run_command, running_up, warm_start
+from tests.support.mesh_command import Running, run_command, running_up, url_of, warm_start
 
 pytestmark = pytest.mark.e2e
 NAMED_WITHIN_S = 10.0
@@ -29,10 +29,8 @@ def server(mesh: Running, name: str) -> psutil.Process:
 
 def open_group(server: psutil.Process) -> None:
     """Open a group that nobody plays: whatever the run's own groups do, this server holds one."""
-    words = server.cmdline()
     opening = {"task": "guess-number", "group_size": 2, "sampling": {"max_tokens": 4}, "wait_s": 20.0}
-    url = f"http://127.0.0.1:{words[words.index('--port') + 1]}/groups"
-    httpx.post(url, json=opening, timeout=30.0).raise_for_status()
+    httpx.post(f"{url_of(server)}/groups", json=opening, timeout=30.0).raise_for_status()
 
 
 def status(mesh: Running) -> tuple[int, dict[str, Any], float]:

@@ -14,7 +14,15 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.mesh_command import Running, patience, processes_of_runs_in, running_up, summary_of, warm_start
+from tests.support.mesh_command import (
+    Running,
+    patience,
+    processes_of_runs_in,
+    running_up,
+    summary_of,
+    url_of,
+    warm_start,
+)
 
 pytestmark = pytest.mark.e2e
 STEPS, K = 40, 1
@@ -25,8 +33,7 @@ def rollout_servers(mesh: Running) -> list[psutil.Process]:
 
 
 def client_of(service: psutil.Process) -> httpx.Client:
-    words = service.cmdline()
-    return httpx.Client(base_url=f"http://127.0.0.1:{words[words.index('--port') + 1]}", timeout=30.0)
+    return httpx.Client(base_url=url_of(service), timeout=30.0)
 
 
 class HeldGroup:

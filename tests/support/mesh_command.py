@@ -143,6 +143,12 @@ def warm_start(task: str = "running-sums") -> str:
     return setting
 
 
+def url_of(service: psutil.Process) -> str:
+    """Where a service of a mesh answers, by its command line."""
+    words = service.cmdline()
+    return f"http://127.0.0.1:{words[words.index('--port') + 1]}"
+
+
 def summary_of(run_dir: Path) -> dict[str, Any]:
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     return summary
