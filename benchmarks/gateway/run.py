@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -39,7 +38,7 @@ from benchmarks.gateway.failover import Kill, Killed, kill_under_load
 from benchmarks.gateway.report import RATIOS, GatewayBench, Prefilled, Setting, judge
 from benchmarks.harness.bare_engine import BareEngine, running_bare_engine
 from benchmarks.harness.command import Say, check_hidden_size, run_measurement, show
-from benchmarks.harness.processes import cpu_s, own_cpu_s, running_redis, versions
+from benchmarks.harness.processes import cpu_s, running_redis, versions
 from benchmarks.harness.servers import Fleet, Opened, client, plan_mesh, running_fleet
 from benchmarks.harness.timing import (
     Arms,
@@ -62,7 +61,6 @@ from benchmarks.harness.workload import (
     save_random_policy,
     save_workload,
 )
-from services.run_store.client import connect
 from services.wire.sampling import KvPolicy
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -349,9 +347,9 @@ class GatewaySpeed:
     async def _through_gateway(self, way: _Way) -> Rate:
         """All at the gateway, each in a session of its own; they are given up outside the clock and the count of CPU."""
         gateway = self._fleet.gateway
-        before = await self._mesh_cpu_s()
+        before = await self._fleet.cpu_s()
         rate, opened = await gateway.arm.as_agents(self._exchanges, self._concurrency, way)
-        after = await self._mesh_cpu_s()
+        after = await self._fleet.cpu_s()
         spent = self.cpu_s["gateway_streamed" if way == "streamed" else "gateway"]
         for who, seconds in after.items():
             spent[who] += seconds - before[who]
@@ -379,20 +377,6 @@ class GatewaySpeed:
 
     def _engines_cpu_s(self) -> float:
         return sum(cpu_s(engine.child) for engine in self._engines)
-
-    async def _mesh_cpu_s(self) -> dict[str, float]:
-        """Of all that a call through the gateway costs. An engine is a process that its server has started."""
-        servers = [member.child for member in self._fleet.servers.values()]
-        alone = sum(map(own_cpu_s, servers))
-        async with connect(self._fleet.plan.redis_url) as redis:
-            of_redis = await redis.info("cpu")
-        return {
-            "engines": sum(map(cpu_s, servers)) - alone,
-            "servers": alone,
-            "gateway": cpu_s(self._fleet.gateway.child),
-            "redis": float(of_redis["used_cpu_user"] + of_redis["used_cpu_sys"]),
-            "client": time.process_time(),
-        }
 
 
 async def prefill_groups(

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from benchmarks.guard.calls import CALL, STREAMED
 from benchmarks.harness.against import Ratio, compared, ratio_of
 
 ALLOWED = 1.10
@@ -32,7 +33,7 @@ _CHANCE = 3.0
 def ratios_of(here: Sequence[dict[str, float]], there: Sequence[dict[str, float]]) -> dict[str, Ratio]:
     """Of the figures that all runs report. `here[i]` and `there[i]`: of one pair."""
     found = compared(here, there)
-    for prefix, more in ((STEP, _OF_A_STEP), (START, ())):
+    for prefix, more in ((STEP, _OF_A_STEP), (START, ()), (CALL, ()), (STREAMED, ())):
         services = [name for name in found if name.startswith(prefix)]
         if not services:
             continue

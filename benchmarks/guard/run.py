@@ -1,7 +1,8 @@
 """`./dev bench guard`: whether this checkout costs more than another commit, by the figures that wander least.
 
 Whole meshes of both run in turns (`benchmarks.guard.mesh_run`): CPU by service a step and at the start, the event loop's
-and the stream's a trajectory, the trainer's a token, memory of each service before the first group. A figure is worse
+and the stream's a trajectory, the trainer's a token, memory of each service before the first group. Between them agents
+call a gateway of both in turns (`benchmarks.guard.calls`): CPU by service a chat completion. A figure is worse
 where its ratio (`benchmarks.guard.ratios`) lies above ALLOWED by more than its standard error. Wall time is shown, not
 judged.
 """
@@ -11,17 +12,20 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
+from benchmarks.guard.calls import make_calls, standing_fleet
 from benchmarks.guard.mesh_run import run_mesh
 from benchmarks.guard.ratios import ALLOWED, ratios_of, worse_of
 from benchmarks.harness.against import Comparison, in_turns, table_of
 from benchmarks.harness.command import Say, run_measurement, show
 from benchmarks.harness.revision import HERE, checkout, here
+from benchmarks.harness.servers import client
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -62,16 +66,24 @@ async def _measure(folder: Path, say: Say, against: str, pairs: int, steps: int)
     model = folder / "model"
     shutil.copytree(first / "model", model)
     count = 0
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(client())
+        say("starting a gateway and a rollout server of each, for agents' calls")
+        exchanges = await asyncio.to_thread(make_calls, folder / "calls-model")
+        agents = {
+            arm.name: await stack.enter_async_context(standing_fleet(arm, folder / "calls-model", exchanges, http))
+            for arm in (ours, theirs)
+        }
 
-    async def run(arm: str) -> dict[str, float]:
-        nonlocal count
-        count += 1
-        place = folder / f"run-{count}"
-        figures = await run_mesh(ours if arm == HERE else theirs, place, model=model, steps=steps, seed=_SEED)
-        shutil.rmtree(place)
-        return figures
+        async def run(arm: str) -> dict[str, float]:
+            nonlocal count
+            count += 1
+            place = folder / f"run-{count}"
+            figures = await run_mesh(ours if arm == HERE else theirs, place, model=model, steps=steps, seed=_SEED)
+            shutil.rmtree(place)
+            return figures | await agents[arm].figures()
 
-    runs = await in_turns(HERE, theirs.name, pairs, run, say)
+        runs = await in_turns(HERE, theirs.name, pairs, run, say)
     figures = ratios_of(runs[HERE], runs[theirs.name])
     return Guard(Comparison("guard", theirs.name, pairs, load, figures), worse_of(figures))
 

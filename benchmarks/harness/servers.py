@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -14,17 +15,21 @@ from typing import Literal
 
 import aiohttp
 import msgspec
+import tomli_w
 
 from benchmarks.harness.processes import (
     LOOPBACK,
     PYTHON,
+    cpu_s,
     free_port,
+    own_cpu_s,
     running,
 )
+from benchmarks.harness.revision import Checkout
 from benchmarks.harness.timing import Rate, in_parallel
 from benchmarks.harness.workload import TIMED_KV_POLICY, Exchange
-from services.config.load import dump_settings
 from services.config.settings import RunSettings
+from services.run_store.client import connect
 from services.supervisor.processes import Child
 from services.wire.errors import RollmeshError
 from services.wire.sampling import KvPolicy
@@ -225,7 +230,10 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshPlan:
-    """What the processes of one run have in common. `settings`: the file with the run's configuration."""
+    """What the processes of one run have in common. `settings`: the file with the run's configuration.
+
+    `of`: the checkout whose modules they run; None for those that are installed.
+    """
 
     run_id: str
     redis_url: str
@@ -233,11 +241,18 @@ class MeshPlan:
     model: Path
     engine: str
     folder: Path
+    of: Checkout | None
 
     def command(self, name: str, port: int) -> list[str]:
         """The command line of one of them, as anybody would start it."""
-        command = [*PYTHON, "services", name, "--run-id", self.run_id, "--port", str(port)]
+        python = [*PYTHON, "services"] if self.of is None else self.of.command("services")
+        command = [*python, name, "--run-id", self.run_id, "--port", str(port)]
         return [*command, "--redis-url", self.redis_url, "--config", str(self.settings)]
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Variables that all of them have beside this process's own."""
+        return {} if self.of is None else self.of.environ
 
 
 async def plan_mesh(
@@ -250,8 +265,12 @@ async def plan_mesh(
     folder: Path,
     kv_policy: KvPolicy = TIMED_KV_POLICY,
     card: Card | None = None,
+    of: Checkout | None = None,
 ) -> MeshPlan:
-    """Write a run's configuration: the defaults, but for what is given and for admission, which never closes."""
+    """Write a run's configuration: the defaults, but for what is given and for admission, which never closes.
+
+    Defaults are left out of the file: those of another checkout are its own.
+    """
     settings = RunSettings()
     if card is not None:
         settings.model.dtype = card.dtype
@@ -261,8 +280,8 @@ async def plan_mesh(
     settings.rollout.group_timeout_s = _TIMEOUT_S
     settings.rollout.kv_policy = kv_policy
     path = folder / f"{run_id}.toml"
-    await asyncio.to_thread(path.write_text, dump_settings(settings))
-    return MeshPlan(run_id=run_id, redis_url=redis_url, settings=path, model=model, engine=engine, folder=folder)
+    await asyncio.to_thread(path.write_text, tomli_w.dumps(settings.model_dump(mode="json", exclude_defaults=True)))
+    return MeshPlan(run_id=run_id, redis_url=redis_url, settings=path, model=model, engine=engine, folder=folder, of=of)
 
 
 @asynccontextmanager
@@ -278,7 +297,7 @@ async def running_server(
     command += ["--server-id", server_id, "--model", str(plan.model), "--engine", plan.engine]
     url = f"http://{LOOPBACK}:{port}"
     name = f"server {plan.run_id} {server_id}"
-    async with running(name, command, plan.folder, environment=environ) as child:
+    async with running(name, command, plan.folder, environment={**plan.environment, **environ}) as child:
         await child.until(lambda: _answers(http, f"{url}/readyz"), _OURS_WITHIN_S)
         yield HttpArm(http, url, child.tail), child
 
@@ -288,7 +307,8 @@ async def running_gateway(plan: MeshPlan, http: aiohttp.ClientSession) -> AsyncI
     """`rollmesh gateway` in front of the run's servers. Raises RollmeshError when it does not come up."""
     port = free_port()
     url = f"http://{LOOPBACK}:{port}"
-    async with running(f"gateway {plan.run_id}", plan.command("gateway", port), plan.folder) as child:
+    name, command = f"gateway {plan.run_id}", plan.command("gateway", port)
+    async with running(name, command, plan.folder, environment=plan.environment) as child:
         await child.until(lambda: _answers(http, f"{url}/readyz"), _GATEWAY_WITHIN_S)
         yield HttpArm(http, url, child.tail), child
 
@@ -396,6 +416,23 @@ class Fleet:
         child.kill()
         await child.wait()
         await self._stacks.pop(server_id).aclose()
+
+    async def cpu_s(self) -> dict[str, float]:
+        """CPU seconds so far of all that a call through the gateway costs, this process's, the client's, too.
+
+        An engine is a process that its server has started.
+        """
+        servers = [member.child for member in self.servers.values()]
+        alone = sum(map(own_cpu_s, servers))
+        async with connect(self.plan.redis_url) as redis:
+            of_redis = await redis.info("cpu")
+        return {
+            "engines": sum(map(cpu_s, servers)) - alone,
+            "servers": alone,
+            "gateway": cpu_s(self.gateway.child),
+            "redis": float(of_redis["used_cpu_user"] + of_redis["used_cpu_sys"]),
+            "client": time.process_time(),
+        }
 
     async def close(self) -> None:
         # The gateway, started last, first: it would look for servers that are on their way out.
