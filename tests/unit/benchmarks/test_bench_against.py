@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.guard.calls import CALL, STREAMED, make_calls, standing_fleet
 from benchmarks.guard.mesh_run import (
     ENGINE_PROCESS,
     EVENT_LOOP,
@@ -23,7 +24,8 @@ from benchmarks.guard.mesh_run import (
 )
 from benchmarks.guard.ratios import ALLOWED, START, STEP, ratios_of, worse_of
 from benchmarks.harness.against import compared, in_turns, numbers, ratio_of, read_wish
-from benchmarks.harness.revision import Checkout, checkout, compiled
+from benchmarks.harness.revision import Checkout, checkout, compiled, here
+from benchmarks.harness.servers import client
 from services.wire.errors import RollmeshError, UsageError
 
 
@@ -98,6 +100,7 @@ def test_a_figure_that_wanders_is_no_proof() -> None:
 
 
 SERVICES = ("bus", "gateway", "redis", "rollout server", "runner", "trainer")
+CALLED = ("client", "gateway", "redis", "servers")
 Runs = list[dict[str, float]]
 
 
@@ -108,6 +111,9 @@ def runs_of(chance: random.Random, pairs: int, more: dict[str, float], wander: f
         speed, start_speed = chance.gauss(1.0, wander), chance.gauss(1.0, wander)
         figures = {STEP + name: 100.0 * speed * chance.gauss(1.0, 0.02) for name in SERVICES}
         figures |= {START + name: 5.0 * start_speed * chance.gauss(1.0, 0.02) for name in SERVICES}
+        for way in (CALL, STREAMED):
+            speed_then = chance.gauss(1.0, wander)
+            figures |= {way + name: 2.0 * speed_then * chance.gauss(1.0, 0.02) for name in CALLED}
         figures["http_cpu_ms_per_trajectory"] = 0.3 * speed * chance.gauss(1.0, 0.02)
         figures |= {f"idle_mib.{name}": chance.gauss(100.0, 1.0) for name in SERVICES}
         return {name: value * more.get(name, 1.0) for name, value in figures.items()}
@@ -122,11 +128,22 @@ def runs_of(chance: random.Random, pairs: int, more: dict[str, float], wander: f
         ({}, []),
         ({"http_cpu_ms_per_trajectory": 1.15}, ["http_cpu_ms_per_trajectory"]),
         ({START + "trainer": 1.15, "idle_mib.bus": 1.2}, [START + "trainer", "idle_mib.bus"]),
+        ({CALL + "servers": 1.15}, [CALL + "servers"]),
+        ({STREAMED + name: 1.2 for name in CALLED[1:]}, [STREAMED + name for name in CALLED[1:]]),
         ({STEP + name: 0.5 for name in SERVICES[:4]}, []),
         ({STEP + name: 1.5 for name in SERVICES}, [STEP + name for name in SERVICES]),
         ({STEP + name: 1.5 for name in SERVICES[:4]}, [STEP + name for name in SERVICES[:4]]),
     ],
-    ids=["the same", "one call dearer", "a start and memory", "most are cheaper", "all are dearer", "most are dearer"],
+    ids=[
+        "the same",
+        "a trajectory dearer",
+        "a start and memory",
+        "a call dearer",
+        "a streamed call dearer for all",
+        "most are cheaper",
+        "all are dearer",
+        "most are dearer",
+    ],
 )
 def test_a_machine_whose_speed_wanders_hides_nothing_and_accuses_nobody(
     more: dict[str, float], worse: list[str]
@@ -187,3 +204,12 @@ def test_figures_are_of_the_steps_after_the_warm_ones() -> None:
 )
 def test_services_are_known_by_what_started_them(command: list[str], name: str | None) -> None:
     assert name_of(command) == name
+
+
+@pytest.mark.slow
+async def test_agents_calls_are_measured_at_a_fleet_of_a_checkout(tmp_path: Path) -> None:
+    calls = await asyncio.to_thread(make_calls, tmp_path / "model")
+    async with client() as http, standing_fleet(here(), tmp_path / "model", calls[:4], http) as agents:
+        figures = await agents.figures()
+    assert set(figures) == {way + name for way in (CALL, STREAMED) for name in CALLED}
+    assert all(value > 0.0 for value in figures.values())
