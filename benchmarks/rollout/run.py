@@ -82,7 +82,7 @@ def rollout(
         sessions=sessions,
         hidden_size=hidden_size,
         layers=layers,
-        why_no_vllm=None if vllm_serve and has_vllm else "not asked for" if has_vllm else "vLLM is not installed",
+        why_no_vllm="not asked for" if not vllm_serve else None if has_vllm else "vLLM is not installed",
     )
     bench = run_measurement(lambda scratch, say: measure(shape, scratch, say))
     show(bench, as_json, as_table(bench))
