@@ -18,7 +18,8 @@ import aiohttp
 import msgspec
 from redis.asyncio import Redis
 
-from benchmarks.harness.servers import Fleet, HttpArm, Opened, completion_tokens
+from benchmarks.harness.fleet import Fleet
+from benchmarks.harness.servers import HttpArm, Opened, completion_tokens
 from benchmarks.harness.workload import Exchange
 from rollout_server.lifecycle.takeover import incarnation_of
 from services.host.aio import first_failure

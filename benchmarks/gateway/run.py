@@ -38,8 +38,9 @@ from benchmarks.gateway.failover import Kill, Killed, kill_under_load
 from benchmarks.gateway.report import RATIOS, GatewayBench, Prefilled, Setting, judge
 from benchmarks.harness.bare_engine import BareEngine, running_bare_engine
 from benchmarks.harness.command import Say, check_hidden_size, run_measurement, show
+from benchmarks.harness.fleet import Fleet, running_fleet
 from benchmarks.harness.processes import cpu_s, running_redis, versions
-from benchmarks.harness.servers import Fleet, Opened, client, plan_mesh, running_fleet
+from benchmarks.harness.servers import Opened, client, plan_mesh
 from benchmarks.harness.timing import (
     Arms,
     Rate,

@@ -16,12 +16,14 @@ from pathlib import Path
 
 import aiohttp
 
+from benchmarks.harness.fleet import Fleet, running_fleet
 from benchmarks.harness.processes import running_redis
 from benchmarks.harness.revision import Checkout
-from benchmarks.harness.servers import Fleet, plan_mesh, running_fleet
+from benchmarks.harness.servers import Way, plan_mesh
 from benchmarks.harness.workload import Exchange, make_workload, save_random_policy
 
 CALL, STREAMED = "cpu_ms_per_call.", "cpu_ms_per_streamed_call."
+_WAYS: tuple[tuple[str, Way], ...] = ((CALL, "plain"), (STREAMED, "streamed"))
 _CALLS, _TOKENS, _AT_ONCE = 64, 16, 8
 _SEED = 1
 
@@ -37,9 +39,9 @@ class AgentCalls:
         """CPU milliseconds a call, by service. Raises RollmeshError for a call that fails."""
         figures: dict[str, float] = {}
         gateway = self._fleet.gateway.arm
-        for prefix, streamed in ((CALL, False), (STREAMED, True)):
+        for prefix, way in _WAYS:
             before = await self._fleet.cpu_s()
-            _, opened = await gateway.as_agents(self._exchanges, _AT_ONCE, "streamed" if streamed else "plain")
+            _, opened = await gateway.as_agents(self._exchanges, _AT_ONCE, way)
             await gateway.give_up(opened)
             after = await self._fleet.cpu_s()
             for who in sorted(after.keys() - {"engines"}):

@@ -62,8 +62,12 @@ def own_cpu_s(child: Child) -> float:
 
 def _cpu_s(pid: int) -> float:
     """To the nanosecond, by the process's own clock (clock_getcpuclockid(3)): /proc tells hundredths of a second."""
+    clock_of = getattr(ctypes.CDLL(None), "clock_getcpuclockid", None)
+    if clock_of is None:  # macOS
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
     clock = ctypes.c_int()
-    refused = ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock))
+    refused = clock_of(pid, ctypes.byref(clock))
     if refused:
         raise ProcessLookupError(refused, f"process {pid} has no clock: {os.strerror(refused)}")
     return time.clock_gettime(clock.value)

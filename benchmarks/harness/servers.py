@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,16 +19,13 @@ import tomli_w
 from benchmarks.harness.processes import (
     LOOPBACK,
     PYTHON,
-    cpu_s,
     free_port,
-    own_cpu_s,
     running,
 )
 from benchmarks.harness.revision import Checkout
 from benchmarks.harness.timing import Rate, in_parallel
 from benchmarks.harness.workload import TIMED_KV_POLICY, Exchange
 from services.config.settings import RunSettings
-from services.run_store.client import connect
 from services.supervisor.processes import Child
 from services.wire.errors import RollmeshError
 from services.wire.sampling import KvPolicy
@@ -377,81 +373,3 @@ async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
             return answer.status == 200
     except aiohttp.ClientError:
         return False
-
-
-@dataclass(frozen=True)
-class Member:
-    """A process that answers HTTP: how to speak to it, and it itself."""
-
-    arm: HttpArm
-    child: Child
-
-
-class Fleet:
-    """`servers`: those that run, by id. `gateway`: there once the fleet is up."""
-
-    gateway: Member
-
-    def __init__(self, plan: MeshPlan, http: aiohttp.ClientSession) -> None:
-        self.servers: dict[str, Member] = {}
-        self.plan = plan
-        self._http = http
-        self._stacks: dict[str, AsyncExitStack] = {}
-
-    async def start(self, server_id: str) -> None:
-        """Start a server and wait until it is ready. Raises RollmeshError when it does not come up."""
-        stack = self._stacks[server_id] = AsyncExitStack()
-        self.servers[server_id] = Member(
-            *await stack.enter_async_context(running_server(self.plan, server_id, self._http))
-        )
-
-    async def start_gateway(self) -> None:
-        """Start the gateway and wait until it is ready. Raises RollmeshError when it does not come up."""
-        stack = self._stacks["gateway"] = AsyncExitStack()
-        self.gateway = Member(*await stack.enter_async_context(running_gateway(self.plan, self._http)))
-
-    async def kill(self, server_id: str) -> None:
-        """kill -9, and gone."""
-        child = self.servers.pop(server_id).child
-        child.kill()
-        await child.wait()
-        await self._stacks.pop(server_id).aclose()
-
-    async def cpu_s(self) -> dict[str, float]:
-        """CPU seconds so far of all that a call through the gateway costs, this process's, the client's, too.
-
-        An engine is a process that its server has started.
-        """
-        servers = [member.child for member in self.servers.values()]
-        alone = sum(map(own_cpu_s, servers))
-        async with connect(self.plan.redis_url) as redis:
-            of_redis = await redis.info("cpu")
-        return {
-            "engines": sum(map(cpu_s, servers)) - alone,
-            "servers": alone,
-            "gateway": cpu_s(self.gateway.child),
-            "redis": float(of_redis["used_cpu_user"] + of_redis["used_cpu_sys"]),
-            "client": time.process_time(),
-        }
-
-    async def close(self) -> None:
-        # The gateway, started last, first: it would look for servers that are on their way out.
-        while self._stacks:
-            _, stack = self._stacks.popitem()
-            await stack.aclose()
-
-
-@asynccontextmanager
-async def running_fleet(plan: MeshPlan, count: int, http: aiohttp.ClientSession) -> AsyncIterator[Fleet]:
-    """So many servers `s0`, `s1`, … and a gateway that knows them, for the time of the block."""
-    fleet = Fleet(plan, http)
-    try:
-        # At once: each imports for seconds. All are waited for even if one fails, so that none comes up unowned.
-        ends = await asyncio.gather(*(fleet.start(f"s{number}") for number in range(count)), return_exceptions=True)
-        for end in ends:
-            if end is not None:
-                raise end
-        await fleet.start_gateway()
-        yield fleet
-    finally:
-        await fleet.close()
